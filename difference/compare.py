@@ -76,6 +76,8 @@ class Comparison:
                 continue
             right = torch.tensor(at[1:5]) if key.phase == "built" else self.whole.get(key)
             is_loss = key[1:3] == ("forward", "loss")
+            if key.phase == "measure" and right is not None and not right.isfinite().all():
+                continue  # nor is it a number in one process
             if right is None or (is_loss and not right.ndim and self.trial.layout.cp > 1):
                 # It has no tap in the right run; or it is a part of what an extension has summed
                 # over whole sequences: the step's loss, of all ranks, is compared.

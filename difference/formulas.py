@@ -137,9 +137,19 @@ def somewhere(one: Wrong) -> str:
 
 def moved(one: Wrong) -> str:
     """Numbers, or rows, that are other ones of one process, or sums of two of them."""
-    if one.got.ndim not in DIMS or not 1 < len(one.right) <= 64:
+    if one.got.ndim not in DIMS:
         return ""
-    mine, lines = lines_along(one.got, 0), lines_along(one.right, 0)
+    views = [(DIMS[one.got.ndim][0], lines_along(one.got, 0), lines_along(one.right, 0))]
+    layers = one.inside.num_layers if one.got.ndim == 1 and one.got.shape == one.right.shape else ()
+    # A table of all layers, flattened.
+    tables = [L for L in layers if len(one.got) > L and len(one.got) % L == 0]
+    views += [("layer", one.got.view(L, -1), one.right.view(L, -1)) for L in tables]
+    return next(filter(None, (_moved(*view) for view in views)), "")
+
+
+def _moved(name: str, mine: Tensor, lines: Tensor) -> str:
+    if not 1 < len(lines) <= 64:
+        return ""
     most, n = FITS * lines.abs().max(), len(lines)
     pairs = [*combinations(range(n), 2)] + [(i,) for i in range(n)]
     sums = torch.stack([lines[[*of]].sum(0) for of in pairs])
@@ -151,7 +161,7 @@ def moved(one: Wrong) -> str:
         of = pairs[int(near[i].int().argmax())]
         if len(of) == 1 or not same(*lines[[*of]]):  # equal ones tell nothing
             which = f"the sum of {of[0]} and {of[1]}" if of[1:] else f"{of[0]}"
-            return f"is wrong: {DIMS[one.got.ndim][0]} {i} is {which} in one process"
+            return f"is wrong: {name} {i} is {which} in one process"
     return ""
 
 
@@ -167,15 +177,33 @@ def added(one: Wrong) -> str:
     return ""
 
 
-def behind_a_power(one: Wrong) -> str:
-    """Of 1 / sqrt(c x + a constant), such as a norm: the factor c."""
-    if one.got.numel() < 8 or min(one.got.min(), one.right.min()) <= 0:
-        return ""
-    for power in (2, -1, -2):
-        c = weights_of(one.got**power, [one.right**power, torch.ones_like(one.right)])
-        if c and c[1] and size_named(c[0], one.inside.both):
-            return f"is wrong: its power {power} {one.is_times(c[0])}, and a constant"
+def added_on_ranks(one: Wrong) -> str:
+    """As `added`, where each rank adds a part of a sum to its part of another one."""
+    call, inside = one.call, one.inside
+    right = next((c for c in inside.right_calls if c[:2] == call[:2]), None)
+    for given in call.got.keys() & right.got.keys() if right else ():
+        if call.got[given].shape != one.got.shape or right.got[given].shape != one.whole.shape:
+            continue
+        for axes, row in inside.rows(one.got, one.variable, call, one.at):
+            adds = [got - inside.call_of(call, at).got[given] for at, got in row.items()]
+            for indices in inside.parts(one.got.shape, one.whole.shape, one.at):
+                c = weights_of(sum(adds), [take(one.whole - right.got[given], indices)])
+                if c and c[0] not in (0, 1):
+                    much = f"{times(c[0], inside.both)} what one process adds"
+                    return f"is wrong: what is added to {given}, summed over {axes}, is {much}"
     return ""
 
 
-FORMULAS = scaled, lacking, moved, added, behind_a_power, somewhere
+def behind_a_power(one: Wrong) -> str:
+    """Of c x + a constant, or of 1 / sqrt(it), such as a norm: the factor c."""
+    if one.got.numel() < 8:
+        return ""
+    for power in (1, 2, -1, -2) if min(one.got.min(), one.right.min()) > 0 else (1,):
+        c = weights_of(one.got**power, [one.right**power, torch.ones_like(one.right)])
+        if c and size_named(c[0], one.inside.both):
+            which = f"its power {power}" if power != 1 else "it"
+            return f"is wrong: {which} {one.is_times(c[0])}, and a constant"
+    return ""
+
+
+FORMULAS = scaled, lacking, moved, added, added_on_ranks, behind_a_power, somewhere

@@ -69,6 +69,9 @@ class Inside:
                 # In a later step a call may have read what an update had left wrong.
                 if call.when < end and (call.key.step < first.step or not first.step):
                     (since if call.when > last_right else before).append((call, at))
+            if end < inf and not first.step:  # those that still run: what they gave to others
+                until = calls_of(self.both.runs[at.rank][:end])
+                since += [(call, at) for call in until if not call.ended]
         return before, since
 
     def guilty(self) -> Iterator[tuple[Call, Here]]:

@@ -30,7 +30,7 @@ TABLE = {
     "micro-batch ": "{buckets}.arrived {sums} {place}",
     "(1/": "{buckets}.wait {sums}",
     ") times": "{builds} {place} {sums}",
-    "over pp": "{place} {builds} {buckets}.wait",
+    "over pp": "{place} pipeline_schedule:ends_share_rank {builds}",
     "missing": "{place} {builds} {sums}",
     "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
     "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
@@ -57,6 +57,7 @@ POINTS = {
     "sum over cp": ("_RingAttention.backward",),
     "the part of cp": ("_RingAttention.backward",),
     "micro-batch": ("Pipeline.", ".arrived"),
+    "are those of": ("collectives:all_gather",),
 }
 # Words of an explanation -> a function that ran long before.
 ELSEWHERE = {"it is model.norm of": "pipeline_parallel:keep_stage"}
@@ -116,6 +117,9 @@ def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
     words += ["extensions/documents"] * both.trial.workload.document_mask
     words += pointed_at(said)
 
+    def is_aside(name: str) -> bool:
+        return is_helper(name) and name not in words
+
     def order(name: str) -> tuple:
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
         if name.startswith("exercises/") or is_yours(name):
@@ -124,7 +128,7 @@ def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
         # Kernels compute with what one rank has, as does what one process runs.
         is_local = Key(0, RAN, name) in both.whole or name.startswith("extensions/kernels")
         is_plain = is_local and outer(name) not in both.senders
-        return 1 + is_helper(name), pointed, is_plain, name in one.running, ran_before.get(name, -1)
+        return 1 + is_aside(name), pointed, is_plain, name in one.running, ran_before.get(name, -1)
 
     # What was called before a function that is still running has made no part of this tensor.
     # And what has computed several tensors at once is noted with the first of them.
@@ -135,8 +139,8 @@ def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
     ran = [*elsewhere, *_before_it(one, later, both), *since, *(n for o in read for n in o.ran)]
     ran += [name for name in one.running if any(word in name for word in words)]
     ran = sorted(dict.fromkeys(ran), key=order)
-    names = [*dict.fromkeys(outer(name) for name in ran if not is_helper(name))]
-    helpers = map(outer, (*filter(is_helper, ran), *one.running))
+    names = [*dict.fromkeys(outer(name) for name in ran if not is_aside(name))]
+    helpers = map(outer, (*filter(is_aside, ran), *one.running))
     return [*dict.fromkeys([*with_makers(names, both), *helpers])]
 
 
@@ -150,11 +154,11 @@ def is_helper(name: str) -> bool:
 
 def with_makers(names: list[str], both: Comparison) -> list[str]:
     """Behind them, or three of yours: what made their objects, and yours that prepared them."""
-    built = {name for o in both.all if o.key.phase == "initial" for name in o.ran}
+    built = dict.fromkeys(n for o in both.all if o.key.phase == "initial" for n in o.ran)
     later = {name for o in both.all if o.key.phase not in ("built", "initial") for name in o.ran}
     most = 3 if any(map(is_yours, names[:3])) else len(names)
     classes = dict.fromkeys(name.rpartition(".")[0] for name in names[:most][::-1] if "." in name)
-    methods = [name for name in sorted(built - later) if name.rpartition(".")[0] in classes]
+    methods = [n for n in built if n not in later and n.rpartition(".")[0] in classes]
     makers = [name for name in methods if is_yours(name) and not name.endswith(".__init__")]
     makers += [both.makers[of] for of in classes if of in both.makers]
     return [*dict.fromkeys([*names[:most], *makers, *names[most:]])]

@@ -92,11 +92,10 @@ class Notes:
         self.note(phase, {name: p.grad for name, p in parameters.items()})
 
     def note_measures(self, measures: dict[str, object]) -> None:
-        """Those that are finite numbers, or lists of them."""
+        """Those that are numbers, or lists of them."""
         for name, value in measures.items():
             with contextlib.suppress(TypeError, ValueError, RuntimeError):
-                number = torch.tensor(value, dtype=torch.float64)
-                self.note("measure", {name: number} if number.isfinite().all() else {})
+                self.note("measure", {name: torch.tensor(value, dtype=torch.float64)})
 
     def note_kept(self, models: Sequence[nn.Module]) -> None:
         """What layers keep before the first step."""

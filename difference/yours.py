@@ -2,12 +2,14 @@
 
 from itertools import chain, islice
 
+from torch import Tensor
+
 from difference.algebra import REDUCTIONS, same
 from difference.calls import TOTAL, Call
 from difference.compare import Comparison
 from difference.formulas import what_is_wrong
 from difference.inside import Inside
-from difference.places import Here, along
+from difference.places import Here, along, take
 from difference.suspects import with_makers
 from difference.taps import BUFFERS, INSIDE, NUMBERS, RESULT, Key, is_yours, outer
 
@@ -55,7 +57,9 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         alike = (call.callers for call in calls if function(call.key.name) == name)
         callers = guilty.callers or chain(*alike)
         # A count is what another function has counted.
-        others = [c.key.name for c, said in found if not said][: TOTAL in guilty.made]
+        others = [c.key.name for c, said in found if not said][:1]
+        makers = with_makers([guilty.key.name], both)[1:]
+        others = [*makers[:1], *others] if TOTAL in guilty.made else []
         return functions(name, *(callers if guilty.got else ()), *others), what
     names, what = handed_on(inside, "the sum is missing" in said)
     return functions(*names), what
@@ -91,6 +95,7 @@ def wrong_buffer(inside: Inside) -> tuple[list[str], str]:
             names = [name for name in ran if is_yours(name) and name.endswith(WRITERS)]
             names.sort(key=lambda name: [name.endswith(end) for end in reversed(WRITERS)])
             when = f"after step {key.step + 1}" if key.step >= 0 else "before the first step"
+            names = with_makers(names[:1], both) + names[1:]
             return names, f"{key.name} of {at} is {what}, {when}"
     return [], ""
 
@@ -109,9 +114,25 @@ def how_kept(kept: dict, at: Here, key: Key, inside: Inside) -> str:
                 return f"this rank's own part of a {name} over {axes}" * (name != "sum")
     if owner := next((o for o in ranks if inside.has_part(tensor, whole, o)), None):
         return f"the part of {owner}"
+    for axes, row in along(at, ranks):
+        if by_a_number(key, [(o, kept[o, key]) for o in row], inside):
+            how = f"wrong by one number on each rank, and these add up to 0 over {axes}"
+            return f"{how}, as if a mean were of each rank's own part"
     before = kept.get((at, key._replace(step=key.step - 1)))
     is_old = before is not None and same(before, tensor)
     return "as it was before" if is_old else "not what one process has"
+
+
+def by_a_number(key: Key, row: list[tuple[Here, Tensor]], inside: Inside) -> bool:
+    """Whether each rank's tensor lies by one number off its part, and these add up to 0."""
+    whole, numbers = inside.both.whole[key], []
+    for at, mine in row:
+        parts = inside.parts(mine.shape, whole.shape, at)
+        errors = [mine - take(whole, indices) for indices in parts]
+        means = (e.mean().expand_as(e) for e in errors)
+        numbers += [e[0] for e, mean in zip(errors, means, strict=True) if same(e, mean)][:1]
+    most = max(map(abs, numbers), default=0)
+    return len(numbers) == len(row) and most > 0 and abs(sum(numbers)) < 1e-8 * most
 
 
 def handed_on(inside: Inside, is_missing: bool) -> tuple[list[str], str]:

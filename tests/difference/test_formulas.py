@@ -65,6 +65,11 @@ CASES = {
         *2 * ((2 * A + 0.1).rsqrt(),),
         "is wrong: its power -2 is 2 (tp) times what one process has, and a constant",
     ),
+    "a wrong size beside another summand": (
+        A + 1,
+        *2 * (2 * A + 1,),
+        "is wrong: it is 2 (tp) times what one process has, and a constant",
+    ),
 }
 
 
@@ -73,6 +78,14 @@ def test_what_a_function_makes_is_explained(right, first, second, sentence):
     assert sentence in of_results(right, first, second)
     noise = 1e-6 * torch.randn_like(right)
     assert sentence not in of_results(right, first + noise, second + noise)
+
+
+def test_what_each_rank_adds_to_its_part_of_a_sum_is_said():
+    right, sentence = call("f", {"x": X}, result=X + A), "what is added to x, summed over tp, is 2 "
+    parts = (X - B, B)
+    assert sentence in said(right, *(call("f", {"x": x}, result=x + A) for x in parts), tp=2)
+    ranks = [call("f", {"x": x}, result=x + A + 1e-6 * MORE) for x in parts]
+    assert sentence not in said(right, *ranks, tp=2)
 
 
 def test_of_two_ranks_one_of_which_has_all_nothing_is_a_maximum():
@@ -104,6 +117,7 @@ def test_what_an_object_keeps_is_blamed_only_if_it_was_right_before():
         assert "the result is 2 (tp) times" in said(right, mine, mine, tp=2)
 
 
+TABLE = torch.rand(2, 40, dtype=torch.float64)  # of 2 layers
 NUMBERS_OF = torch.tensor([1.5, 2.0, 3.7, 2.0], dtype=torch.float64)
 
 
@@ -119,8 +133,9 @@ def test_whose_numbers_a_sum_lacks_is_said():
 
 def wrong(got: Tensor, variable: str = TOTAL) -> Wrong:
     both = Comparison(trial_of(make_config(tp=2), 1, own_sizes=False), {})
-    inside = SimpleNamespace(both=both)
-    return Wrong(got, NUMBERS_OF, NUMBERS_OF, variable, None, None, inside)
+    inside = SimpleNamespace(both=both, num_layers={2})
+    right = NUMBERS_OF if len(got) == 4 else TABLE.flatten()
+    return Wrong(got, right, right, variable, None, None, inside)
 
 
 def test_numbers_in_the_place_of_others_are_said():
@@ -128,6 +143,8 @@ def test_numbers_in_the_place_of_others_are_said():
     assert moved(wrong(got)) == "is wrong: number 0 is the sum of 0 and 2 in one process"
     assert moved(wrong(NUMBERS_OF.roll(1))) == "is wrong: number 1 is 0 in one process"
     assert not moved(wrong(got + 1e-6))
+    got = torch.stack([TABLE.sum(0), TABLE[0] * 0]).flatten()
+    assert moved(wrong(got)) == "is wrong: layer 0 is the sum of 0 and 1 in one process"
     # Twice a number is no sum of it and an equal one.
     assert not moved(wrong(torch.tensor([1.5, 4.0, 3.7, 4.0], dtype=torch.float64)))
 

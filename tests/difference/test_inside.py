@@ -142,12 +142,18 @@ WRONG = {
         "1.0",
         "inside       extensions/yours:Normed.counts: its sum over all ranks is 4 (ranks) times "
         "what one process has in number 0, and right in others",
-        "look at      extensions/yours:Normed.counts, extensions/yours:Normed.updated",
+        "look at      extensions/yours:Normed.counts, extensions/yours:Normed.wrap, ",
     ),
     "a copy in each rank's measure": (
         " * (self.axes.tp.rank == 0)",
         "",
         "FIRST WRONG  step 1, measure seen  on all ranks",
+        "look at      extensions/yours:Normed.counts, extensions/yours:Normed.wrap, ",
+    ),
+    "a measure that is no number": (
+        '"seen": totals[1].item()',
+        '"seen": totals[1].item() if self.axes.tp.size == 1 else torch.nan',
+        "rank 0: 1 of its 1 numbers is NaN or infinite",
         "look at      extensions/yours:Normed.counts, extensions/yours:Normed.measures",
     ),
 }
@@ -200,6 +206,20 @@ def test_a_call_is_guilty_if_it_got_what_is_right_and_no_right_tap_follows():
     assert names_of(right, [bad, *bad_f]) == []
 
 
+def test_a_call_that_still_runs_is_guilty_of_what_it_has_given_to_others():
+    def calling(x: torch.Tensor) -> list[Record]:
+        who = (
+            Key(0, INSIDE, f"7  {YOURS}:f call x"),
+            Key(0, INSIDE, f"8 7 {YOURS}:g,{YOURS}:f call y"),
+        )
+        return [Record(key, of, [], []) for key, of in zip(who, (X, x), strict=True)]
+
+    ended = Record(Key(0, INSIDE, f"7  {YOURS}:f return x"), X, [], [])
+    right, bad = [*calling(X + 1), ended], tapped("forward", wrong=True)
+    assert names_of(right, [*calling(3 * X), bad, ended])[:1] == ["f"]
+    assert names_of(right, [*calling(X + 1), bad, ended]) == []
+
+
 def test_who_calls_a_function_that_gets_tensors_is_named_too():
     right, bad = noted(0, "f", X, X), tapped("forward", wrong=True)
     assert names_of(right, [*noted(0, "f", X, 3 * X, caller="g"), bad]) == ["f", "g"]
@@ -235,6 +255,8 @@ def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
     "factors,said",
     [
         ((3, 3), ""),
+        ((3 * X[1, :4] + 0.5, 3 * X[1, 4:] - 0.5), "as if a mean were of each rank's own part"),
+        ((3 * X[1, :4] + 0.5, 3 * X[1, 4:] - 0.6), "b of rank 0 is not what one process has"),
         ((1, 1), "model.layers.0.b of rank 0 is as it was before, after step 1"),
         ((2.5, 3.5), "this rank's own part of a mean over dp"),
         ((0.5, 2.5), ""),  # of a sum: such as a count, before it is added up
@@ -242,8 +264,9 @@ def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
     ],
 )
 def test_how_a_buffer_is_wrong_is_told(factors, said):
-    def kept(step: int, factor: float) -> Record:
-        return Record(Key(step, BUFFERS, "model.layers.0.b"), factor * X[1], [], [])
+    def kept(step: int, factor: float | torch.Tensor) -> Record:
+        mine = factor * X[1] if isinstance(factor, int | float) else factor
+        return Record(Key(step, BUFFERS, "model.layers.0.b"), mine, [], [])
 
     right = [*noted(0, "f", X, X), kept(-1, 1), kept(0, 3)]
     runs = [
