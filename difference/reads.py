@@ -1,6 +1,6 @@
 """Reads: a right formula of wrong keys, heads, positions or rows; and where a tensor is wrong."""
 
-from itertools import product
+from itertools import chain, combinations, product
 from math import inf
 
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor
 
 from difference.algebra import FITS, keys_of, ranges, same
 from difference.compare import TOLERANCE, Compared, Comparison
-from difference.places import indices_of, take
+from difference.parts import head_of
+from difference.places import chunk, indices_of, positions, take
+from difference.taps import BIAS
 from picotron_min.model import rotary_table, rotate
 
 
@@ -180,3 +182,57 @@ def region(one: Compared, both: Comparison) -> str:
     num_wrong, n = int((error > TOLERANCE).sum()), error.numel()
     how = "all of it is wrong" if num_wrong == n else f"{num_wrong} of its {n} numbers are wrong"
     return f"{how}, by up to {error.max():.2g} of its largest number"
+
+
+def counted(one: Compared, both: Comparison) -> str:
+    """A router's bias that follows the experts of some tokens alone: of places on axes."""
+    if one.key.phase != "biases of routers":
+        return ""
+    trial, rate = both.trial, both.trial.workload.routing.moe_router_bias_update_rate
+    before = both.whole.get(one.key._replace(step=one.key.step - 1), torch.zeros_like(one.got))
+    of = one.key._replace(phase="forward", name=one.key.name.replace(BIAS, "experts"))
+    axes = [axis for axis in ("dp", "cp", "tp") if getattr(trial.layout, axis) > 1]
+    some = chain.from_iterable(combinations(axes, n) for n in (1, 2, 3))
+    few = [{axis: getattr(one.at, axis) for axis in names} for names in some]
+    few += [{"micro-batch": m} for m in range(trial.workload.num_micro_batches)]
+    for some in few:
+        ids = []
+        for m, at in product(range(trial.workload.num_micro_batches), both.ranks):
+            places = at._asdict() | {"micro-batch": m}
+            if at.pp == one.at.pp and some.items() <= places.items():
+                experts = both.whole[of._replace(micro_batch=m, dp=at.dp)]
+                indices = indices_of(of, experts.shape, at, trial.layout)
+                ids.append(take(experts, indices).flatten())
+        tokens = torch.cat(ids).bincount(minlength=len(one.got)).double()
+        if same(one.got, before + rate * (tokens.mean() - tokens).sign()):
+            where = ", ".join(f"{axis} {place}" for axis, place in some.items())
+            return f"it follows the tokens of {where} alone"
+    return ""
+
+
+def summed_vocabulary(one: Compared, both: Comparison) -> str:
+    """A loss in which a rank's part of the vocabulary stands for the whole one."""
+    layout, of = both.trial.layout, one.key._replace(phase="forward")
+    if one.key[1:3] != ("forward", "loss") or layout.tp == 1:
+        return ""
+    x, targets = both.whole[of._replace(name="model.norm")], both.whole[of._replace(name="targets")]
+    logits = x @ head_of(both, one.key.step).T
+    places = [positions(one.at, layout, targets.shape[1])]
+    logits, targets = (take(t, [range(len(t)), *places]).flatten(0, 1) for t in (logits, targets))
+    logits, targets = logits[targets >= 0], targets[targets >= 0]
+    logits -= logits.amax(1, keepdim=True)
+    ids = [[*chunk(range(logits.shape[1]), t, layout.tp)] for t in range(layout.tp)]
+    most = torch.stack([logits[:, i].amax(1) for i in ids])  # [tp, tokens]
+    sums = torch.stack([logits[:, i].exp().sum(1) for i in ids])
+    owner = torch.tensor([t for t, of_rank in enumerate(ids) for _ in of_rank])[targets]
+    at_target = logits.gather(1, targets[:, None])[:, 0]
+    mine = at_target * (owner == one.at.tp)
+    of_owner = most.gather(0, owner[None])[0]
+    guesses = {
+        "subtracts each rank's own largest logit": (sums / most.exp()).sum(0).log()
+        - (at_target - of_owner),
+        "sums the exponentials of this rank's logits alone": sums[one.at.tp].log() - at_target,
+        "lacks a target's logit that another rank has": sums.sum(0).log() - mine,
+        "sums nothing over the ranks of the vocabulary": sums[one.at.tp].log() - mine,
+    }
+    return next((f"it {how}" for how, loss in guesses.items() if same(one.got, loss.sum())), "")

@@ -22,7 +22,17 @@ from difference.algebra import REDUCTIONS, ranges, same, scaled_by_parts, weight
 from difference.compare import Compared, Comparison
 from difference.parts import REST, Parts, head_of, parts_of, products, squares, with_own_lse
 from difference.places import Here, along, take
-from difference.reads import are, key_heads, keys_seen, places, region, rotation, rows_seen
+from difference.reads import (
+    are,
+    counted,
+    key_heads,
+    keys_seen,
+    places,
+    region,
+    rotation,
+    rows_seen,
+    summed_vocabulary,
+)
 
 
 def explain(one: Compared, both: Comparison) -> str:
@@ -283,5 +293,4 @@ def _logits(one: Compared, both: Comparison) -> str:
 
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
 HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _logits]
-HYPOTHESES += [_own_keys]
-HYPOTHESES += [places, _order, region]
+HYPOTHESES += [_own_keys, counted, summed_vocabulary, places, _order, region]

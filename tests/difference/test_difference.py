@@ -212,8 +212,16 @@ KNOWN += [
         "look at      extensions/documents/attention:_DocumentRing.forward",
     ),
 ]
-# And tokens further ahead: their targets, and a parameter that another rank has as well.
+# And counts of experts; tokens further ahead: their targets, and a parameter of two ranks.
 KNOWN += [
+    (
+        "extensions/experts/router.py",
+        "tokens = totals[router.layer, : self.num_experts]",
+        "tokens = self.table[router.layer, : self.num_experts]",
+        {"dp": 2, **EXPERTS},
+        "rank 1: it follows the tokens of dp 1 alone",
+        "look at      extensions/experts/router:RoutingCounts.update_biases",
+    ),
     (
         "extensions/multi_token/targets.py",
         "rows[:, batches.positions + ahead]",

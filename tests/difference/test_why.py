@@ -43,6 +43,8 @@ def right(phase: str, name: str, step: int = 0, micro_batch: int = 0, rank: int 
     key = Key(step, phase, name, micro_batch, at.dp) if is_activation else Key(step, phase, name)
     indices = indices_of(key, both().whole[key].shape, at, both().trial.layout)
     part = take(both().whole[key], indices)
+    if name == "loss":  # of each token in the right run
+        part, indices = part.sum(), []
     return Compared(key, at, part, part, indices, 0.0, [], [])
 
 
@@ -86,6 +88,19 @@ def logits(one: Compared, ids: dict[int, float]) -> Tensor:
     return got
 
 
+def loss(one: Compared, own_maximum: bool) -> Tensor:
+    """Of slices of the vocabulary, each less its own maximum; or of the first slice alone."""
+    x, targets = (both().whole[one.key._replace(name=of)] for of in ("model.norm", "targets"))
+    places = right("forward", "targets").indices[1]
+    logits, at_target = (x @ head_of(both(), 0).T)[:, places], targets[:, places, None]
+    slices = logits[..., :15], logits[..., 15:]
+    if own_maximum:
+        slices = [of - of.amax(-1, keepdim=True) for of in slices]
+        sums = sum(of.exp().sum(-1, keepdim=True) for of in slices)
+        return (sums.log() - torch.cat(slices, -1).gather(-1, at_target)).sum()
+    return (slices[0].logsumexp(-1, keepdim=True) - logits.gather(-1, at_target)).sum()
+
+
 def other_rows(one: Compared) -> Tensor:
     """With another rank's rows of the part of tp 1."""
     other, parts = right(*OUT, rank=1), products(one.key, both(), 0)
@@ -114,7 +129,7 @@ def norm(times: int, kind: str, rows: slice = slice(None)) -> Tensor:
 
 SUM, OUT, CORE = ("summed gradient", Q), ("forward", ATTENTION), f"{ATTENTION}.core_attention"
 ENTERS = ("backward", "model.layers.1.post_attention_layernorm")
-LAST_NORM = ("backward", "model.norm")
+LAST_NORM, LOSS = ("backward", "model.norm"), ("forward", "loss")
 TP_1 = slice(15, None)  # of 29 ids
 KEYS, LAST = "queries 12-15 see the keys 0-3, and should", ("micro-batch", 1)
 # A tensor, what is made of it, and what is said then.
@@ -145,6 +160,8 @@ FORMULAS = [
         lambda one: one.got + head_of(both(), 0)[targets_of(one)],
         "1 too large at the tar",
     ),
+    (LOSS, lambda one: loss(one, True), "it subtracts each rank's own largest logit"),
+    (LOSS, lambda one: loss(one, False), "sums the exponentials of this rank's logits alone"),
     (OUT, lambda one: other_rows(one), "adds the part of tp 1 for rank 1: these are other ranks"),
     (OUT, lambda one: one.got.flip(1, 2), "it has the right numbers in other places"),
     (("scaled gradient", Q), lambda one: 1.5 * one.got, "it is 1.5 times what it should be: the"),
