@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         if given.steps < 1:
             raise ValueError(f"--steps {given.steps}: use 1 or more")
         trial = trial_of(load_config(given.config), given.steps, given.own_sizes)
+        if given.own_sizes:
+            print("trains the config's own model twice, which may take minutes", flush=True)
         return run(trial, saved(Path(given.right), trial) if given.right else None)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
