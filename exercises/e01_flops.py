@@ -33,21 +33,22 @@ PICTURED += ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
-    sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3)}
+    sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3), "heads": 4}
     kinds = (6, False), (16, False), (9, True)
     some = [Case(1, **sizes, length=n, tied=tied) for n, tied in kinds]
-    sizes["layers"] = 3  # of a mixture: the first has no experts
-    kinds = (6, {"experts": 4}), (16, {"ahead": 2})
-    return [*some, *(Case(1, **sizes, length=n, tied=False, **kind) for n, kind in kinds)]
+    sizes |= {"tied": False, "head_dim": sizes["hidden"] // 2}  # more than hidden / heads
+    mixture = sizes | {"layers": 3, "length": 6, "experts": 4}  # the first layer has no experts
+    return [*some, Case(1, **mixture), Case(1, **sizes | {"layers": 2, "length": 16, "ahead": 2})]
 
 
 def model_config(case: Case):
-    config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, 4, 2)
+    config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, case.heads, 2)
     if hasattr(case, "experts"):
         config = config.override(num_local_experts=case.experts, mlp_only_layers=(0,))
     if hasattr(case, "ahead"):
-        config = config.override(num_nextn_predict_layers=case.ahead, head_dim=case.hidden // 2)
-    return config.override(tie_word_embeddings=case.tied)
+        config = config.override(num_nextn_predict_layers=case.ahead)
+    head_dim = getattr(case, "head_dim", config.head_dim)
+    return config.override(tie_word_embeddings=case.tied, head_dim=head_dim)
 
 
 def on_rank(rank, case: Case) -> dict:
