@@ -24,25 +24,29 @@ from unittest import mock
 import torch
 
 from exercises.exercise import Case, Dice
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initial_std, initial_weight
-from picotron_min.model_config import ModelConfig
 
 DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
+FROZEN = "have requires_grad=False"
 
 
 def cases(dice: Dice) -> list[Case]:
-    vocab = dice.randrange(21, 40, 2)  # odd: parts of different sizes
+    vocab = dice.randrange(21, 40, 4)  # 21 / 4: 6, 6, 6, 3, as torch.chunk, not 6, 5, 5, 5
     seed = dice.randint(1, 99)
     sizes = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)]
     cases = [Case(tp * pp * dp, tp=tp, pp=pp, dp=dp, vocab=vocab) for tp, pp, dp in sizes]
     for i, case in enumerate(cases):
         case.weights_seed = seed + (i >= 4)
+    for case in cases[2::4]:  # a layer that predicts a further token: one matrix is not cut
+        case.ahead = 1
     return cases
 
 
 def shape_of(case: Case):
-    return ModelConfig(case.vocab, 16, 24, 2, 4, 4)
+    ahead = getattr(case, "ahead", 0)
+    return ModelConfig(case.vocab, 16, 24, 2, 4, 4, num_nextn_predict_layers=ahead)
 
 
 def names_of_stage(names: list[str], stage: int, stages: int) -> list[str]:
@@ -52,21 +56,29 @@ def names_of_stage(names: list[str], stage: int, stages: int) -> list[str]:
     return [name for name in names if name.startswith(mine)]
 
 
-def part_of(name: str, whole, rank: int, tp: int):
-    dim = DIMS.get(name.split(".")[-2])
-    return whole if dim is None else whole.chunk(tp, dim)[rank]
+def has_owner(name: str) -> bool:
+    """Of what dp ranks divide: whether the last one has all of a matrix, not each some rows."""
+    return "layers.1." in name
+
+
+def part_of(name: str, whole, case: Case, tp: int, dp: int):
+    if (dim := DIMS.get(name.split(".")[-2])) is None:
+        return whole
+    mine = whole.chunk(case.tp, dim)[tp]
+    return mine[: len(mine) * (dp == case.dp - 1)] if has_owner(name) else mine.chunk(case.dp)[dp]
 
 
 def on_rank(rank, case: Case) -> dict:
-    layout, config = rank.course.layout.Layout(dp=case.dp, tp=case.tp, pp=case.pp), shape_of(case)
-    shapes, axes = config.parameter_shapes(), rank.axes(layout)
-    table = rank.course.placement.placements(shapes, layout, tied=False, num_layers=[1, 1])
-    shard = rank.course.placement.Cut("dp", 0)  # of what the optimizer has
-    table = {name: row._replace(further=(shard,)) for name, row in table.items()}
+    layout, config = rank.course.settings.Layout(dp=case.dp, tp=case.tp, pp=case.pp), shape_of(case)
+    shapes, axes, placement = config.parameter_shapes(), rank.axes(layout), rank.course.placement
+    table = placement.placements(shapes, layout, tied=False)
+    for name, row in table.items():
+        if row.cuts:  # the optimizer has less
+            shard = placement.Cut("dp", 0, case.dp - 1 if has_owner(name) else None)
+            table[name] = row._replace(further=(shard,))
     parameters = {}
     for name in names_of_stage(list(shapes), axes.pp.rank, case.pp):
-        mine = part_of(name, torch.empty(shapes[name]), axes.tp.rank, case.tp)
-        mine = mine.chunk(case.dp)[axes.dp.rank]
+        mine = part_of(name, torch.empty(shapes[name]), case, axes.tp.rank, axes.dp.rank)
         parameters[name] = torch.nn.Parameter(torch.zeros(mine.shape))
     before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     course, wrong = rank.course.initialise, []
@@ -80,6 +92,7 @@ def on_rank(rank, case: Case) -> dict:
         course.initialise(parameters, config, case.weights_seed, table, axes)
     moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != before[name]]
     results = {"first wrong draw": next(iter(wrong), "none"), "in new memory": moved}
+    results[FROZEN] = [name for name, p in parameters.items() if not p.requires_grad]
     return results | {name: p.detach() for name, p in parameters.items()}
 
 
@@ -91,8 +104,8 @@ def expected(case: Case) -> list[dict]:
         rest, tp = divmod(rank, case.tp)
         pp, dp = divmod(rest, case.dp)
         names = names_of_stage(list(shapes), pp, case.pp)
-        mine = {n: part_of(n, whole[n], tp, case.tp).chunk(case.dp)[dp] for n in names}
-        results.append({"first wrong draw": "none", "in new memory": []} | mine)
+        mine = {n: part_of(n, whole[n], case, tp, dp) for n in names}
+        results.append({"first wrong draw": "none", "in new memory": [], FROZEN: []} | mine)
     return results
 
 
