@@ -2,10 +2,11 @@
 
     parts of x -> sum -> x += sublayer(norm(x)) -> x += sublayer(norm(x)) -> loss
 
-A sublayer is an MLP that also mixes the positions of a sequence, as attention does: each position
-adds up those before it. So it matters which way a tensor is cut.
+The first is like attention, with q, k, v and o, the second an MLP, with gate, up and down. Both mix
+the positions of a sequence: each adds up those before it. So it matters which way a tensor is cut.
 """
 
+import math
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,27 +20,31 @@ from exercises.memory import SavedTensors
 from exercises.ranks import Rank, Record
 from picotron_min.extensions.overlap.linear import Linear
 
-NAMES = "gate", "up", "down"
+LINEARS = ("q", "k", "v", "o"), ("gate", "up", "down")  # of each sublayer; the last one ends it
 MESSAGE = {"Boundary": "all_reduce", "SequenceBoundary": "reduce_scatter"}  # of a sum, by kind
 
 
 class Sublayer(nn.Module):
     """What `put_around` of boundary.py expects."""
 
-    def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
+    def __init__(self, linears: dict[str, Linear]) -> None:
         super().__init__()
-        self.gate, self.up, self.down = gate, up, down
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+        *self.first, self.last = linears.values()
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.gate(x), self.up(x)
+    def project(self, x: Tensor) -> list[Tensor]:
+        return [linear(x) for linear in self.first]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x)
-        return self.down(mixed(gate, up))
+        return self.last(mixed(*self.project(x)))
 
 
-def mixed(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate.cumsum(1)) * up
+def mixed(first: Tensor, *others: Tensor) -> Tensor:
+    """Of q, k, v, or of gate, up; k and v may be narrower, as with fewer key heads."""
+    width = first.shape[-1]
+    repeated = (x.repeat_interleave(width // x.shape[-1], -1) for x in others)
+    return F.silu(first.cumsum(1)) * math.prod(repeated)
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -49,17 +54,19 @@ def dtype_of(case: Case) -> torch.dtype:
 def data(case: Case) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
     """The parts of x, one a rank, [n, B, S, E]; the gradient of the loss; all weights."""
     B, S, E = case.batch, case.length, case.hidden
-    shapes = {"gate": (case.inner, E), "up": (case.inner, E), "down": (E, case.inner)}
+    shapes = dict.fromkeys(("q", "gate", "up"), (case.inner, E))
+    shapes |= dict.fromkeys(("k", "v"), (getattr(case, "keys", case.inner), E))
+    shapes |= dict.fromkeys(("o", "down"), (E, case.inner))
 
     def drawn(*key: object, shape: tuple[int, ...]) -> Tensor:
         return draw(case, *key, shape=shape).to(dtype_of(case))
 
-    weights = [{k: drawn(k, i, shape=s) / 2 for k, s in shapes.items()} for i in (0, 1)]
+    weights = [{k: drawn(k, shape=shapes[k]) / 2 for k in names} for names in LINEARS]
     return drawn("x", shape=(case.ranks, B, S, E)), drawn("upstream", shape=(B, S, E)), weights
 
 
 def part(name: str, weight: Tensor, rank: int, n: int) -> Tensor:
-    return weight.chunk(n, 1 if name == "down" else 0)[rank]
+    return weight.chunk(n, 1 if name in ("o", "down") else 0)[rank]
 
 
 def norm(x: Tensor) -> Tensor:
@@ -85,16 +92,17 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     mine = x[rank.number].clone().requires_grad_()
     sublayers, kept = [], 0
     for whole in weights:
-        parts = [part(name, whole[name], rank.number, n).clone() for name in NAMES]
-        linears = [course.linear.Linear(nn.Parameter(own)) for own in parts]
-        for linear in linears:
+        parts = {k: part(k, weight, rank.number, n).clone() for k, weight in whole.items()}
+        linears = {k: course.linear.Linear(nn.Parameter(own)) for k, own in parts.items()}
+        for linear in linears.values():
             linear.make_copy(x.dtype)
             linear.weight.data = 2 * linear.weight.data
             linear.gradient_arrived = partial(rank.mark, "weight gradients")
-        sublayers.append(Sublayer(*linears))
+        sublayers.append(Sublayer(linears))
         enter = partial(course.boundary._Enter.apply, boundary)
         leave = partial(course.boundary._leave, boundary)
-        course.boundary.put_around(sublayers[-1], ("gate", "up"), "down", enter, leave)
+        *first, last = linears
+        course.boundary.put_around(sublayers[-1], first, last, enter, leave)
     out = ends.leave(mine)
     for sublayer in sublayers:
         with SavedTensors() as saved:
@@ -111,8 +119,8 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
         queue.detach().run()
     results = {"output": out.detach(), "gradient of the input": mine.grad}
     results["what maximum returns"] = largest.item()
-    for i, sublayer in enumerate(sublayers):
-        results |= {f"gradient of {k} {i}": getattr(sublayer, k).weight.grad for k in NAMES}
+    named = (pair for sublayer in sublayers for pair in sublayer.named_children())
+    results |= {f"gradient of {name}": linear.weight.grad for name, linear in named}
     return results | {"kept by norms": kept}
 
 
@@ -122,9 +130,10 @@ def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
     leaf = x.sum(0).requires_grad_()
     leaves = [{k: w.requires_grad_() for k, w in whole.items()} for whole in weights]
     out = leaf
-    for w in leaves:
+    for whole in leaves:
+        *first, last = whole.values()
         x = norm(out)
-        out = out + F.linear(mixed(F.linear(x, w["gate"]), F.linear(x, w["up"])), w["down"])
+        out = out + F.linear(mixed(*(F.linear(x, w) for w in first)), last)
     out.backward(upstream)
     results, cuts_sequence = [], kind == "SequenceBoundary"
     for rank in range(case.ranks):
@@ -132,9 +141,8 @@ def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
         results.append({"output": y, "gradient of the input": leaf.grad})
         # Where each rank has all positions, all have the same largest value.
         results[-1]["what maximum returns"] = 1.0 + case.ranks if cuts_sequence else 2.0
-        for i, w in enumerate(leaves):
-            for k in NAMES:
-                results[-1][f"gradient of {k} {i}"] = part(k, w[k].grad, rank, case.ranks)
+        for k, w in (pair for whole in leaves for pair in whole.items()):
+            results[-1][f"gradient of {k}"] = part(k, w.grad, rank, case.ranks)
     return results if y.dtype == torch.float64 else [{}] * case.ranks
 
 
