@@ -45,7 +45,9 @@ def cases(dice: Dice) -> list[Case]:
         Case(2, engine="afab", micro_batches=8, chunks=1, training=True),
         Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True, extra=1),
         Case(2, engine="interleaved", micro_batches=4, chunks=2, training=True),
-        Case(dice.choice((2, 3)), engine="1f1b", micro_batches=8, chunks=1, training=False),
+        # In a V, one rank has stages that are neighbours: no message is between them.
+        Case(dice.choice((2, 3)), engine="zb_v", micro_batches=8, chunks=2, training=False),
+        Case(1, engine="1f1b", micro_batches=3, chunks=1, training=True),  # first and last stage
     ]
 
 

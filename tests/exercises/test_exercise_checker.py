@@ -140,7 +140,7 @@ exception: noticed later, in pipeline_parallel.py
 - self.live[i, c] = x, get_gradient_edge(out)
 + out.data = out.new_empty(1)
 + self.live[i, c] = x, out
-unknown: `micro-batches read in the second step` is [], should be [0, 0, 1,
+unknown: `micro-batches read in the second step` is [], should be [0, 1, 2]
 - batch = self.read(i).to(self.device)
 + self.kept = kept = self.kept if hasattr(self, "kept") else {}
 + batch = kept[i] = kept[i] if i in kept else self.read(i).to(self.device)
