@@ -29,14 +29,17 @@ D, EXTRA = 2, ["documents"]
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (3, 6, 3), (1, 2, 1), (2, 6, 1)]
-    return [Case(n, query_heads=q, key_heads=k, length=n * dice.randint(1, 3)) for n, q, k in sizes]
+    sizes = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (2, 6, 3), (1, 2, 1), (2, 6, 1)]
+    cases = [Case(n, query_heads=q, key_heads=k, batch=1 + (n > 2)) for n, q, k in sizes]
+    for case in cases:
+        case.length = case.ranks * dice.randint(1, 3)
+    return cases
 
 
 def whole_tensors(case: Case):
     heads = {"q": case.query_heads, "k": case.key_heads, "v": case.key_heads}
     heads["gradient of out"] = case.query_heads
-    return [draw(case, name, shape=(1, n, case.length, D)) for name, n in heads.items()]
+    return [draw(case, name, shape=(case.batch, n, case.length, D)) for name, n in heads.items()]
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -79,7 +82,7 @@ def expected(case: Case) -> list[dict]:
 def traffic(case: Case) -> list[dict[str, Sent]]:
     n = case.ranks
     key_heads = next(h for h in range(n, 100, n) if h % case.key_heads == 0)
-    one_head = 8 * case.length // n * D
+    one_head = 8 * case.batch * case.length // n * D
     size = (n - 1) / n * (2 * case.query_heads + 2 * key_heads) * one_head
     # Forward, and as much in backward; keys and values may travel in one message.
     return [{"all_to_all": Sent(None, 2 * size)}] * n
