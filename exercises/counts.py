@@ -29,7 +29,8 @@ def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
             continue
         for text, counts in zip(texts, (found, right), strict=True):
             if (sent := counts.get(what)) and sent.bytes:
-                times = "" if sent.calls is None else f"{sent.calls} x "
-                text.append(f"{times}{what}, {sent.bytes:.10g} bytes")
+                size = f"{sent.bytes:.10g} bytes"
+                is_counted = expected.calls is not None
+                text.append(f"{sent.calls} x {what}, {size}" if is_counted else f"{size} by {what}")
     got, expected = (" and ".join(text) or "nothing" for text in texts)
     return f"{got}; it should be {expected}" if any(texts) else ""

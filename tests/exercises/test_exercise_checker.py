@@ -824,6 +824,12 @@ def test_traffic_is_compared_by_calls_and_bytes_on_the_network_and_in_the_ledger
     assert traffic_problem([right], [record]) == problem
 
 
+def test_of_calls_that_may_be_any_number_only_bytes_are_named():
+    record = SimpleNamespace(sent={"all_to_all": Sent(8, 48.0)}, ledger={})
+    problem = traffic_problem([{"all_to_all": Sent(None, 32.0)}], [record])
+    assert problem == "rank 0 sends 48 bytes by all_to_all; it should be 32 bytes by all_to_all"
+
+
 @pytest.mark.parametrize(
     ("got", "right", "text"),
     [
