@@ -36,17 +36,21 @@ import torch
 from exercises.exercise import Case, Dice, Sent, draw
 
 E, INNER = 3, 4
-CHECKS = "what self.limit.check_rows gets"
+CHECKS, SIZES = "what self.limit.check_rows gets", "sizes that run gets"
+WEIGHTS = "weights that each expert gets, sorted"
 
 
 def cases(dice: Dice) -> list[Case]:
     tokens = {ranks: [dice.randint(3, 6) for _ in range(ranks)] for ranks in (2, 3, 4)}
     sizes = [(2, 2, 1, 4, 3, None), (3, 3, 1, 6, 2, None), (4, 2, 2, 6, 1, None)]
     sizes += [(2, 2, 1, 4, 3, 6.0), (4, 2, 2, 6, 2, 6.0)]  # every expert takes all tokens
-    return [
+    some = [
         Case(n, ep=ep, etp=etp, experts=X, k=k, tokens=[4] * n if c else tokens[n], capacity=c)
         for n, ep, etp, X, k, c in sizes
     ]
+    some[1].unused = 3  # the last experts get no tokens, so that the last rank gets no rows
+    some[3].dtype = "bfloat16"  # of x; weights have float32
+    return some
 
 
 def inputs(case: Case, rank: int):
@@ -54,14 +58,17 @@ def inputs(case: Case, rank: int):
     n = case.tokens[rank]
     x, d_out = (draw(case, name, rank, shape=(n, E)) for name in ("x", "gradient"))
     weights = draw(case, "weights", rank, shape=(n, case.k)).exp()
-    experts = draw(case, "experts", rank, shape=(n, case.experts)).argsort(-1)[:, : case.k].clone()
+    used = case.experts - getattr(case, "unused", 0)
+    experts = draw(case, "experts", rank, shape=(n, used)).argsort(-1)[:, : case.k].clone()
     experts[0, 0] = case.experts  # dropped
+    if hasattr(case, "dtype"):
+        x, d_out, weights = x.bfloat16(), d_out.bfloat16(), weights.float()
     return x.requires_grad_(), weights.requires_grad_(), experts, d_out
 
 
 def expert(case: Case, number: int, x, part: slice = slice(None)):
-    into = draw(case, "into", number, shape=(E, INNER))[:, part]
-    out_of = draw(case, "out of", number, shape=(INNER, E))[part]
+    into = draw(case, "into", number, shape=(E, INNER))[:, part].to(x.dtype)
+    out_of = draw(case, "out of", number, shape=(INNER, E))[part].to(x.dtype)
     return (x @ into).tanh() @ out_of
 
 
@@ -70,16 +77,19 @@ def on_rank(rank, case: Case) -> dict:
     axes = rank.axes(course.settings.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
     pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
     routing = course.settings.Routing(**(pads if case.capacity else {}))
-    limit, checks, calls = course.moe.Limit(case.experts, case.k, routing), [], []
+    limit, checks, calls, got = course.moe.Limit(case.experts, case.k, routing), [], [], []
     each, width = case.experts // case.ep, INNER // case.etp
     part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)
 
     def run(rows, sizes, weights):
-        calls.append(sizes)
-        parts = zip(rows.split(sizes), weights.split(sizes), strict=True)
+        calls.append([int(size) for size in sizes])
+        if len(sizes) != each:
+            raise ValueError(f"run gets sizes={sizes}, and this rank has {each} experts")
+        parts = [*zip(rows.split(sizes), weights.split(sizes), strict=True)]
+        got.append([sorted(filter(None, w.tolist())) for _, w in parts])  # no weight of padding
         first = axes.ep.rank * each  # of this rank's experts
         outs = [w[:, None] * expert(case, first + i, r, part) for i, (r, w) in enumerate(parts)]
-        return torch.cat(outs)
+        return torch.cat(outs).to(rows.dtype)
 
     def check_rows(sizes, num_tokens):
         rank.mark("checked")
@@ -88,27 +98,36 @@ def on_rank(rank, case: Case) -> dict:
     limit.check_rows = check_rows
     x, weights, experts, d_out = inputs(case, rank.number)
     dispatch = course.dispatch.AllToAllDispatch(limit, axes)
-    out, shared = dispatch(x, weights, experts, run, lambda: rank.mark("shared") or "shared")
-    if out.requires_grad and out.shape == d_out.shape:
-        out.backward(d_out)
-    dx, dw = (torch.zeros_like(t) if t.grad is None else t.grad for t in (x, weights))
-    results = {"out": out.detach(), "shared": shared, "calls of run": len(calls)}
-    return results | {"gradient of x": dx, "gradient of weights": dw, CHECKS: checks}
+    scale = torch.ones(1, requires_grad=True)  # a weight of shared experts
+    out, shared = dispatch(x, weights, experts, run, lambda: rank.mark("shared") or 2 * scale)
+    assert calls, "run was not called: a rank without rows runs its experts, too, for backward"
+    results = {"out": out.detach(), "shared": shared, SIZES: calls, WEIGHTS: got, CHECKS: checks}
+    for result, gradient in ((out, d_out), (shared, torch.ones(1))):
+        if getattr(result, "requires_grad", False) and result.shape == gradient.shape:
+            result.backward(gradient)
+    for name, leaf in {"x": x, "weights": weights, "what meanwhile uses": scale}.items():
+        zeros = torch.zeros_like(leaf)
+        results[f"gradient of {name}"] = zeros if leaf.grad is None else leaf.grad
+    return results
 
 
 def expected(case: Case) -> list[dict]:
-    results, each = [], case.experts // case.ep
-    everywhere = torch.cat([inputs(case, rank)[2] for rank in range(case.ranks)]).flatten().tolist()
+    results, each, two = [], case.experts // case.ep, torch.tensor([2.0])
+    every = zip(*(inputs(case, rank)[1:3] for rank in range(case.ranks)), strict=True)
+    all_weights, all_experts = map(torch.cat, every)
     for rank in range(case.ranks):
         x, weights, experts, d_out = inputs(case, rank)
         out, first = torch.zeros_like(x), rank // case.etp * each
         for t, j in (experts < case.experts).nonzero().tolist():  # but for dropped ones
             out[t] += weights[t, j] * expert(case, int(experts[t, j]), x[t])
         dx, dw = torch.autograd.grad(out, (x, weights), d_out)
-        sizes = [everywhere.count(number) for number in range(first, first + each)]
-        checks = {} if case.capacity else {CHECKS: [[sizes, len(x) * case.ranks]]}
-        result = {"out": out.detach(), "shared": "shared", "calls of run": 1}
-        results.append(result | {"gradient of x": dx, "gradient of weights": dw} | checks)
+        come = [all_weights[all_experts == first + i].sort().values.tolist() for i in range(each)]
+        sizes, tokens = [len(one) for one in come], len(x) * case.ranks
+        result = {SIZES: [[tokens] * each if case.capacity else sizes], WEIGHTS: [come]}
+        if not hasattr(case, "dtype"):  # of sums in bfloat16 no number is certain
+            result |= {"out": out.detach(), "gradient of x": dx, "gradient of weights": dw}
+        result |= {} if case.capacity else {CHECKS: [[sizes, tokens]]}
+        results.append(result | {"shared": two, "gradient of what meanwhile uses": two})
     return results
 
 
@@ -123,7 +142,8 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
         leave, arrive = sum(moves[rank]), sum(row[rank] for row in moves)
         leave, arrive = (rows - moves[rank][rank] for rows in (leave, arrive))
         # There: x, weights, and the gradient of what comes back. Back: results, two gradients.
-        size = 8 * (leave * (E + 1 + E) + arrive * (E + E + 1))
+        b, w = (2, 4) if hasattr(case, "dtype") else (8, 8)
+        size = leave * (E * b + w + E * b) + arrive * (E * b + E * b + w)
         counts = {} if case.capacity else {"all_to_all": Sent(1, 8 * each * (case.ranks - 1))}
         sent.append({"all_to_all as exchange": Sent(6, size)} | counts)
     return sent
