@@ -273,11 +273,10 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
     if crash and crash.failure.kind != "exception":
         return crash.failure.kind, ""
     if not crash:
-        gates = {gate for result in failed for gate in result.problems}
-        if len(gates) == 1 and "V" not in gates:  # the sentence of this gate has the reason
-            ((gate, problem),) = failed[0].problems.items()
-            return GATES[gate], f"Results are right. With {failed[0].case}: {problem}."
         wrong = [r for r in failed if "V" in r.problems]
+        if not wrong:  # the sentences of the other gates have the reason
+            gate, text = next(iter(failed[0].problems)), ", and ".join(failed[0].problems.values())
+            return GATES[gate], f"Results are right. With {failed[0].case}: {text}."
         runs = [(exercise.factors(r.case), r.values, r.expected) for r in wrong]
         sentence = common_pattern(runs, [exercise.factors(r.case) for r in right])
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)

@@ -149,6 +149,11 @@ unknown: `micro-batches read in the second step` is [], should be [0, 1, 2]
 exception: AttributeError
     torch.logaddexp => torch.log_add_exp
 """,
+    26: """
+bytes: it should be 7 x all_to_all, 744 bytes, and rank 0 calls meanwhile() when
+    shared = meanwhile() => all_to_all(torch.zeros(self.axis.size), self.axis, 0, 0)
+    there_too.wait(weights) => there_too.wait(weights); shared = meanwhile()
+""",
     28: """
 kept: is made anew for each call, and the case runs alone.
     rotary: tuple) => rotary: tuple, kept={})
