@@ -10,7 +10,8 @@ of tokens, then expert 1's, and so on, and none for dropped pairs. sort(weights)
 into the same order. collect(y) adds for each token the rows y of its pairs, in the order of its
 pairs: [n, E]. With rows_each every expert has that many rows, and num_rows is rows_each times
 num_experts: its pairs come first, and the others are zeros, also in sort. A result has the dtype of
-its argument. Gradients flow back through all three. Several Pairs may be in use at once.
+its argument. Gradients flow back through all three, also if n is 0: a rank may get no rows. Several
+Pairs may be in use at once.
 Read: extensions/experts/moe.py.
 
 ? A stable sort by expert: gather rows by it, and put what comes back where it says.
@@ -36,7 +37,8 @@ TERMS = 2.0**60, -(2.0**60), 1.0  # in another order, the last one is lost
 
 def cases(dice: Dice) -> list[Case]:
     sizes = (2, 0, None), (1, 0, None), (2, 3, None), (2, 2, 6), (3, 0, None), (1, 9, None)
-    return [Case(1, k=k, dropped=d, rows_each=r, tokens=dice.randint(5, 7)) for k, d, r in sizes]
+    some = [Case(1, k=k, dropped=d, rows_each=r, tokens=dice.randint(5, 7)) for k, d, r in sizes]
+    return [*some, Case(1, k=1, dropped=0, rows_each=None, tokens=0)]  # a rank that gets no rows
 
 
 def inputs(case: Case):
@@ -66,23 +68,29 @@ def on_rank(rank, case: Case) -> dict:
     (x, weights, experts, gradient), sizes = inputs(case), sizes_of(case)
     pairs = rank.course.moe.Pairs(experts, sum(sizes), case.rows_each)
     rows, sorted_weights = pairs.spread(x), pairs.sort(weights)
+    rows_at_first = rows.detach().clone()
     y = torch.cat([run(e, part) for e, part in enumerate(rows.split(sizes))])
     out = pairs.collect(y * (sorted_weights + (sorted_weights == 0))[:, None])  # of empty rows: any
     if out.requires_grad and out.shape == gradient.shape:
         out.backward(gradient)
     grads = {f"gradient of {n}": t.grad for n, t in (("x", x), ("weights", weights))}
-    shown = {"dtype": str(out.dtype), "rows": rows.detach()}
+    shown = {"dtype": str(out.dtype), "rows": rows_at_first}
     shown |= {"weights of rows": sorted_weights.detach()}
     terms = pairs.sort(torch.tensor(TERMS[: case.k]).double().expand(case.tokens, -1))
     shown["sum in the order of pairs"] = pairs.collect(terms[:, None].repeat(1, E))[:, 0]
-    uses = {"rows": (pairs.spread, x), "weights": (pairs.sort, weights), "sums": (pairs.collect, y)}
-    for name, (use, given) in uses.items():
-        shown[f"dtype of {name} in bfloat16"] = str(use(given.detach().bfloat16()).dtype)
+    for name, given in {"spread": x, "sort": weights, "collect": y}.items():
+        use, leaf = getattr(pairs, name), given.detach().clone().requires_grad_()
+        shown[f"dtype of {name} in bfloat16"] = str(use(leaf.detach().bfloat16()).dtype)
+        if (result := use(leaf)).requires_grad:
+            result.sum().backward()
+        grad = None if leaf.grad is None else leaf.grad.clone()
+        shown[f"gradient of ones through {name}"] = grad
     second = rank.course.moe.Pairs(experts.flip(0), sum(sizes), case.rows_each)
     shown["sums of a second Pairs"] = second.collect(second.spread(x)).detach()
     rank.course.moe.Pairs(torch.arange(X)[None], X * (case.rows_each or 1), case.rows_each)
     for name, one in (("first", pairs), ("second", second)):
         shown[f"rows of the {name} of three Pairs"] = one.spread(2 * x).detach()
+    shown["rows after further calls"] = rows.detach()
     return shown | {"out": out.detach()} | grads
 
 
@@ -101,8 +109,12 @@ def expected(case: Case) -> list[dict]:
     out.backward(gradient)
     result = {"rows": rows, "out": out.detach(), "weights of rows": sorted_weights}
     result |= {"sum in the order of pairs": in_order, "dtype": "torch.float64"}
-    for name in ("rows", "weights", "sums"):
+    kept, has_pair = (experts < X).double(), (sorted_weights != 0).double()[:, None].expand(-1, E)
+    ones = {"spread": kept.sum(1, keepdim=True).expand(-1, E), "sort": kept, "collect": has_pair}
+    for name, of_ones in ones.items():
         result[f"dtype of {name} in bfloat16"] = "torch.bfloat16"
+        result[f"gradient of ones through {name}"] = of_ones
+    result["rows after further calls"] = rows
     result["sums of a second Pairs"] = x.detach() * (experts.flip(0) < X).sum(1, keepdim=True)
     result["rows of the first of three Pairs"] = 2 * rows
     result["rows of the second of three Pairs"] = of_second
