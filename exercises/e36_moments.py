@@ -26,7 +26,7 @@ import torch
 from exercises.exercise import Case, Dice, draw
 from exercises.pictures import bars
 
-STEPS = 6
+STEPS, WEIGHTS, DTYPES = 6, 3, "dtypes of the moments"
 GROUPS = (1, 0.0), (2, 0.5)  # lr, in units of the case's, and weight_decay
 
 
@@ -38,12 +38,21 @@ def cases(dice: Dice) -> list[Case]:
     return [*some, Case(1, betas=(0.9, 0.99), falls=1.0, empty_group=True, **sizes)]
 
 
+def weight_of(case: Case, number: int):
+    return draw(case, "w", number, shape=shape_of(case, number))
+
+
 def gradient(case: Case, number: int, step: int):
-    return draw(case, "gradient", number, step, shape=(case.rows, 2)) * case.falls**step
+    return draw(case, "gradient", number, step, shape=shape_of(case, number)) * case.falls**step
+
+
+def shape_of(case: Case, number: int) -> tuple[int, ...]:
+    """A matrix; the last one, which decays as its group says, is a vector."""
+    return (case.rows, 2) if number < WEIGHTS - 1 else (case.rows,)
 
 
 def on_rank(rank, case: Case) -> dict:
-    weights = [torch.nn.Parameter(draw(case, "w", i, shape=(case.rows, 2))) for i in range(3)]
+    weights = [torch.nn.Parameter(weight_of(case, i)) for i in range(WEIGHTS)]
     parts = zip((weights[:1], weights[1:]), GROUPS, strict=True)
     groups = [{"params": p, "lr": n * case.lr, "weight_decay": decay} for p, (n, decay) in parts]
     if hasattr(case, "empty_group"):
@@ -59,14 +68,21 @@ def on_rank(rank, case: Case) -> dict:
         states = [optimizer.state[weight] for weight in weights]
         moments.append([[s["exp_avg"].double(), s["exp_avg_sq"].double()] for s in states])
     dtypes = [str(s[name].dtype) for s in states for name in ("exp_avg", "exp_avg_sq")]
-    result = {"moments after each step": moments, "weights after each step": history}
-    result |= {"steps that are counted": [float(s["step"]) for s in states], "dtypes": dtypes}
+    result = named(case, history) | {"moments after each step": moments, DTYPES: dtypes}
+    result["steps that are counted"] = [float(s["step"]) for s in states]
     return result | {"gradients": [weight.grad for weight in weights]}
+
+
+def named(case: Case, history: list[list]) -> dict:
+    """Weights after each step; the first group has no decay."""
+    names = {"first step, divided by lr": (weight_of(case, 0) - history[0][0]) / case.lr}
+    names["matrices after each step"] = [weights[:-1] for weights in history]
+    return names | {"vector after each step": [weights[-1] for weights in history]}
 
 
 def expected(case: Case) -> list[dict]:
     beta1, beta2 = case.betas
-    weights = [draw(case, "w", i, shape=(case.rows, 2)) for i in range(3)]
+    weights = [weight_of(case, i) for i in range(WEIGHTS)]
     history, moments = [], [[[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]]
     for step in range(STEPS):
         moments.append([])
@@ -81,10 +97,10 @@ def expected(case: Case) -> list[dict]:
             weight -= lr * decay * weight
             weight -= lr * mean / (square**0.5 + 1e-8)
         history.append([weight.clone() for weight in weights])
-    result = {"moments after each step": moments[1:], "weights after each step": history}
-    result["gradients"] = [gradient(case, i, STEPS - 1) for i in range(3)]  # unchanged
-    result["steps that are counted"] = [float(STEPS)] * 3
-    return [result | {"dtypes": ["torch.bfloat16"] * 6}]
+    result = {DTYPES: ["torch.bfloat16"] * 2 * WEIGHTS, "moments after each step": moments[1:]}
+    result |= named(case, history)
+    result["gradients"] = [gradient(case, i, STEPS - 1) for i in range(WEIGHTS)]  # unchanged
+    return [result | {"steps that are counted": [float(STEPS)] * WEIGHTS}]
 
 
 def picture(runs):
@@ -133,6 +149,14 @@ eps_in_root: 1e-8 is added to v, under the root: it counts 10^4 times as much wh
     torch._foreach_sqrt_(square) => pass
     math.sqrt(1 - beta2**steps) => 1 - beta2**steps
     (square, 1e-8) => (square, 1e-8); torch._foreach_sqrt_(square)
+stored_corrected: The moments are corrected before they are stored: the next step averages from
+    there, and corrects them once more.
+- torch._foreach_copy_(means, mean)
++ torch._foreach_div_(mean, 1 - beta1**steps)
++ torch._foreach_div_(square, 1 - beta2**steps)
++ torch._foreach_copy_(means, mean)
+    math.sqrt(1 - beta2**steps) => 1.0
+    -lr / (1 - beta1**steps) => -lr
 rounded_before_use: The update uses the stored moments, of three digits: round only what is kept.
 - torch._foreach_sqrt_(square)
 + mean, square = (wide_copies(narrow, gradients) for narrow in (means, squares))
