@@ -34,7 +34,8 @@ def cases(dice: Dice) -> list[Case]:
     kinds = ((0.9, 0.95), 1.0), ((0.8, 0.99), 0.1), ((0.9, 0.95), 1e-4)
     sizes = {"rows": dice.randint(2, 3), "lr": dice.randint(2, 9) / 100}
     some = [Case(1, betas=betas, falls=x, **sizes) for betas, x in kinds]
-    some.append(Case(1, betas=(0.9, 0.99), falls=1.0, chunk=4, **sizes))  # numbers of a chunk
+    # Numbers of a chunk, and steps before the run was resumed.
+    some.append(Case(1, betas=(0.9, 0.9999), falls=1.0, chunk=4, begun=1000, **sizes))
     return [*some, Case(1, betas=(0.9, 0.99), falls=1.0, empty_group=True, **sizes)]
 
 
@@ -59,6 +60,8 @@ def on_rank(rank, case: Case) -> dict:
         groups.insert(1, {**groups[1], "params": []})
     rank.course.adamw.CHUNKS["cpu"] = getattr(case, "chunk", 2**18)
     optimizer = rank.course.adamw.NarrowAdamW(groups, 1.0, case.betas)
+    for state in optimizer.state.values():
+        state["step"] += getattr(case, "begun", 0)
     history, moments = [], []
     for step in range(STEPS):
         for i, weight in enumerate(weights):
@@ -81,7 +84,7 @@ def named(case: Case, history: list[list]) -> dict:
 
 
 def expected(case: Case) -> list[dict]:
-    beta1, beta2 = case.betas
+    (beta1, beta2), begun = case.betas, getattr(case, "begun", 0)
     weights = [weight_of(case, i) for i in range(WEIGHTS)]
     history, moments = [], [[[torch.zeros_like(w), torch.zeros_like(w)] for w in weights]]
     for step in range(STEPS):
@@ -93,14 +96,15 @@ def expected(case: Case) -> list[dict]:
             mean = beta1 * mean + (1 - beta1) * new
             square = beta2 * square + (1 - beta2) * new**2
             moments[-1].append([x.bfloat16().double() for x in (mean, square)])
-            mean, square = mean / (1 - beta1 ** (step + 1)), square / (1 - beta2 ** (step + 1))
+            t = begun + step + 1
+            mean, square = mean / (1 - beta1**t), square / (1 - beta2**t)
             weight -= lr * decay * weight
             weight -= lr * mean / (square**0.5 + 1e-8)
         history.append([weight.clone() for weight in weights])
     result = {DTYPES: ["torch.bfloat16"] * 2 * WEIGHTS, "moments after each step": moments[1:]}
     result |= named(case, history)
     result["gradients"] = [gradient(case, i, STEPS - 1) for i in range(WEIGHTS)]  # unchanged
-    return [result | {"steps that are counted": [float(STEPS)] * WEIGHTS}]
+    return [result | {"steps that are counted": [float(begun + STEPS)] * WEIGHTS}]
 
 
 def picture(runs):
