@@ -2,12 +2,12 @@
 
 target: placement:part
 
-Return which part of a tensor is a rank's, as one slice(start, stop) a dim, both of them numbers. A
-cut divides what the cuts before it have left along cut.dim, among size[cut.axis] ranks, of which
-this one is rank[cut.axis]. Pieces are as torch.chunk makes them: all but the last ones have the
-length of the largest, rounded up, as 10 rows among 4 ranks: 3, 3, 3, 1; the last ones may have
-fewer or none. With a cut.owner, that rank has all, and the others have nothing: a slice that is
-empty. Use the standard library alone.
+Return which part of a tensor is a rank's: a tuple of one slice(start, stop) a dim, both of them
+numbers. A cut divides what the cuts before it have left along cut.dim, among size[cut.axis] ranks,
+of which this one is rank[cut.axis]. Pieces are as torch.chunk makes them: all but the last ones
+have the length of the largest, rounded up, as 10 rows among 4 ranks: 3, 3, 3, 1; the last ones may
+have fewer or none. With a cut.owner, that rank has all, and the others have nothing: a slice that
+is empty. Use the standard library alone.
 Read: placement.py (`Cut` and the examples at the top), checkpoint.py.
 
 ? Begin with whole slices, and let each cut shrink the slice of its dim.
@@ -60,7 +60,8 @@ def on_rank(rank, case: Case) -> dict:
         cuts = [placement.Cut(*cut) for cut in cuts]
         found = placement.part(case.shape, cuts, place, {"tp": case.tp, "dp": case.dp})
         results[name].append(" ".join(shown(one.start, one.stop) for one in found))
-    return results
+    kind = tuple if isinstance(found, tuple) else type(found)  # a tensor is indexed by it
+    return results | {"type of what part returns": kind.__name__}
 
 
 def shown(start: int, stop: int) -> str:
@@ -80,7 +81,7 @@ def expected(case: Case) -> list[dict]:
             left[dim] = chunks[index] if 0 <= index < len(chunks) else left[dim][:0]
         texts = (shown(int(x[0]), int(x[-1]) + 1) if len(x) else "nothing" for x in left)
         results[name].append(" ".join(texts))
-    return [results]
+    return [results | {"type of what part returns": "tuple"}]
 
 
 def picture(runs):
@@ -121,6 +122,8 @@ owner_ignored: An owner is ignored: its matrix is cut among the ranks.
     if cut.owner is not None: => if False:
 owner_0_ignored: `if cut.owner` is false for rank 0, too, whose matrix is cut: compare with None.
     if cut.owner is not None: => if cut.owner:
+owner_ends_it: A cut with an owner ends the loop: cuts after it are ignored.
+    continue => break
 all_are_owners: Every rank has all of a matrix with an owner: the others must have nothing.
     stop if rank[cut.axis] == cut.owner else start => stop
 first_dim_only: All cuts are along dim 0: o_proj and down_proj are cut by columns.
