@@ -4,7 +4,6 @@ Nothing is gathered by messages, which could be what is wrong. A rank that dies 
 """
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import pickle
@@ -55,14 +54,12 @@ def run_ranks(trial: Trial, text: Text, folder: Path) -> list[RankRun]:
     listen_on_loopback()
     files = [folder / f"rank{rank}" for rank in range(trial.layout.world_size)]
     ranks = [context.Process(target=_on_rank, args=(trial, text, file)) for file in files]
-    gc.disable()  # for a rank until it has frozen what it inherits: see _on_rank
     try:
         for process in ranks:
             process.start()
         for process in ranks:
             process.join()  # where one fails, the messages of the others do
     finally:
-        gc.enable()
         for process in ranks:
             process.kill()
             process.join()
@@ -89,9 +86,6 @@ def _outcome(file: Path, code: int) -> RankRun:
 
 
 def _on_rank(trial: Trial, text: Text, file: Path) -> None:
-    # A rank must not free a group of its parent: it would wait for threads that it does not have.
-    gc.freeze()
-    gc.enable()
     torch.set_num_threads(1)
     rank, size = int(file.name.removeprefix("rank")), trial.layout.world_size
     profile, end = Profile(), {"problem": ""}

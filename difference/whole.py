@@ -6,10 +6,12 @@ compared. Experts, norms of queries and keys, prediction layers and their loss, 
 you add, are the course's own in one process: what they do wrong there, too, is not seen.
 """
 
+import os
 import sys
 import traceback
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -69,6 +71,11 @@ ALONE |= {"sequence_parallel": False, "tp_overlap": False}
 
 def group_of_one() -> dist.ProcessGroup:
     """This process alone, without a world: collectives of extensions run, and change nothing."""
+    return _group_of(os.getpid())
+
+
+@cache  # a forked process needs its own, and must not free its parent's, whose threads it lacks
+def _group_of(pid: int) -> dist.ProcessGroup:
     group = dist.ProcessGroup(store := dist.HashStore(), 0, 1)
     gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

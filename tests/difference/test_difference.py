@@ -1,6 +1,5 @@
 """python -m difference: right layouts pass, and known mistakes are found, located and explained."""
 
-import gc
 import json
 import os
 import signal
@@ -9,8 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from difference.__main__ import main, run
-from difference.tiny import trial_of
+from difference.__main__ import main
 from difference.whole import group_of_one
 from picotron_min.collectives import Axis, all_gather
 from tests.assembled import make_config
@@ -51,22 +49,6 @@ def gather_alone():
 def test_a_forked_process_has_a_group_of_its_own():
     gather_alone()
     assert run_forked(gather_alone, count=1) == [0]  # it has no threads of the group above
-
-
-def compare_and_collect():
-    run(trial_of(make_config(dp=2), steps=1, own_sizes=False))
-    gc.collect()
-
-
-def test_a_forked_process_frees_no_group_of_its_parent():
-    gc.disable()  # so that the group is there, as garbage, when the process is forked
-    try:
-        garbage = [group_of_one()]
-        garbage.append(garbage)
-        del garbage
-        assert run_forked(compare_and_collect, count=1) == [0]  # else it waits for ever
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(
