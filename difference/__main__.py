@@ -12,7 +12,7 @@ import torch
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, suspects
-from difference.taps import Key, is_yours, outer
+from difference.taps import RAN, Key, is_yours, outer
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
@@ -128,8 +128,10 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
         yield f"inside       {yours[0]}: {what}"
     methods = {f"{name}.{method}" for name in yours for method in ("forward", "backward")}
     others = [name for name in suspects(both, " ".join(said)) if name not in methods]
-    certain = [] if what else others[:1]
-    yield _look_at([*dict.fromkeys([*certain, *yours, *others])])
+    if not what:  # then what one process does not run is likelier than what calls it
+        apart = [o for o in others if is_yours(o) and Key(0, RAN, o) not in both.whole]
+        yours = [*others[:1], *yours[:1], *apart, *yours]
+    yield _look_at([*dict.fromkeys([*yours, *others])])
 
 
 if __name__ == "__main__":

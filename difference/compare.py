@@ -18,6 +18,7 @@ from difference.whole import Whole
 from picotron_min.loss import IGNORE_INDEX
 
 TOLERANCE = 1e-9  # of the whole tensor's largest number
+OF_THE_NORM = 2e-11  # in which a small parameter may be counted wrongly
 
 
 class Compared(NamedTuple):
@@ -35,7 +36,8 @@ class Compared(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        return not self.error <= TOLERANCE  # NaN is wrong
+        most = OF_THE_NORM if self.key.phase == "gradient norm" else TOLERANCE
+        return not self.error <= most  # NaN is wrong
 
 
 class Comparison:

@@ -166,6 +166,7 @@ def region(one: Compared, both: Comparison) -> str:
     if not one.got.is_floating_point():
         pair = (x[one.got != one.right][0] for x in (one.got, one.right))
         first = ": the first is {}, and should be {}".format(*pair)
+    regions = {}  # by the part of it that is wrong
     for dim, name in enumerate(_dim_names(one)):
         of_lines = lines_along(error, dim).amax(1)
         where = (of_lines > TOLERANCE).nonzero()[:, 0].tolist()
@@ -173,7 +174,12 @@ def region(one: Compared, both: Comparison) -> str:
         if len(where) < error.shape[dim] and is_clear:
             how = "wrong" if lines_along(one.got, dim)[where].any() else "zero"
             places = [one.indices[dim][i] for i in where] if one.indices else where
-            return f"{name} {ranges(places)} are {how}, and the others are right{first}"
+            said = f"{name} {ranges(places)} are {how}, and the others are right{first}"
+            if name == "positions" and one.indices:
+                said += _at_a_border(places, [*one.indices[dim]])
+            regions.setdefault(len(where) / error.shape[dim], said)
+    if regions:
+        return regions[min(regions)]
     if one.got.numel() == 1:
         return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}"
     if error.max() < 3e-7:
@@ -182,6 +188,13 @@ def region(one: Compared, both: Comparison) -> str:
     num_wrong, n = int((error > TOLERANCE).sum()), error.numel()
     how = "all of it is wrong" if num_wrong == n else f"{num_wrong} of its {n} numbers are wrong"
     return f"{how}, by up to {error.max():.2g} of its largest number"
+
+
+def _at_a_border(places: list[int], mine: list[int]) -> str:
+    """Of positions: whether each begins, or ends, a piece of the sequence that this rank has."""
+    borders = {"first": {*mine} - {i + 1 for i in mine}, "last": {*mine} - {i - 1 for i in mine}}
+    found = next((name for name, of in borders.items() if {*places} <= of), "")
+    return f": the {found} of a piece that this rank has" if found else ""
 
 
 def counted(one: Compared, both: Comparison) -> str:

@@ -122,12 +122,13 @@ def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
 
     def order(name: str) -> tuple:
         pointed = next((i for i, word in enumerate(words) if word in name), len(words))
-        if name.startswith("exercises/") or is_yours(name):
-            return 0, pointed
         # It runs in one process, too, and sends nothing: so it knows nothing of ranks.
         # Kernels compute with what one rank has, as does what one process runs.
         is_local = Key(0, RAN, name) in both.whole or name.startswith("extensions/kernels")
-        is_plain = is_local and outer(name) not in both.senders
+        sends = outer(name) in both.senders
+        is_plain = is_local and not sends
+        if name.startswith("exercises/") or is_yours(name):
+            return 0, pointed, is_local, not is_local and not sends
         return 1 + is_aside(name), pointed, is_plain, name in one.running, ran_before.get(name, -1)
 
     # What was called before a function that is still running has made no part of this tensor.

@@ -12,6 +12,7 @@ from difference.inside import Inside
 from difference.places import Here, along, take
 from difference.suspects import with_makers
 from difference.taps import BUFFERS, INSIDE, NUMBERS, RESULT, Key, is_yours, outer
+from difference.watch import BETWEEN
 
 # Methods of extensions that write what modules keep, the last one first.
 WRITERS = (".updated", ".weights_changed", ".begin", ".wrap", ".connect", ".swap")
@@ -56,13 +57,21 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         # Autograd calls it in backward; it may have been given something in forward.
         alike = (call.callers for call in calls if function(call.key.name) == name)
         callers = guilty.callers or chain(*alike)
-        # A count is what another function has counted.
-        others = [c.key.name for c, said in found if not said][:1]
-        makers = with_makers([guilty.key.name], both)[1:]
-        others = [*makers[:1], *others] if TOTAL in guilty.made else []
+        others = counting(guilty, calls, both) if TOTAL in guilty.made else []
+        others += [c.key.name for c, said in found if not said][: TOTAL in guilty.made]
         return functions(name, *(callers if guilty.got else ()), *others), what
     names, what = handed_on(inside, "the sum is missing" in said)
     return functions(*names), what
+
+
+def counting(guilty: Call, calls: list[Call], both: Comparison) -> list[str]:
+    """A count is what another function has counted: those that return nothing; and who made it."""
+    of, name = guilty.key.name.rpartition(".")[0], guilty.key.name
+    mine = [call for call in calls if call.key.name.rpartition(".")[0] == of]
+    others = {c.key.name for c in mine if not c.got or any(v.startswith(RESULT) for v in c.made)}
+    others |= {f"{of}.{method}" for method in BETWEEN.split()}
+    silent = [*dict.fromkeys(c.key.name for c in mine if c.key.name not in others)]
+    return [*silent[:1], *with_makers([name], both)[1:2], *(f"{of}.__init__" for _ in silent[:1])]
 
 
 def misnumbered(both: Comparison) -> tuple[list[str], str]:
@@ -118,6 +127,10 @@ def how_kept(kept: dict, at: Here, key: Key, inside: Inside) -> str:
         if by_a_number(key, [(o, kept[o, key]) for o in row], inside):
             how = f"wrong by one number on each rank, and these add up to 0 over {axes}"
             return f"{how}, as if a mean were of each rank's own part"
+    wholes = inside.both.whole.items()
+    alike = (o for o, t in wholes if o[:2] == key[:2] and inside.has_part(tensor, t, at))
+    if other := next(alike, None):
+        return f"what one process has of {other.name}"
     before = kept.get((at, key._replace(step=key.step - 1)))
     is_old = before is not None and same(before, tensor)
     return "as it was before" if is_old else "not what one process has"

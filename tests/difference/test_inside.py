@@ -46,7 +46,8 @@ class Normed(Extension):
 
     def added(self, x):
         own = torch.zeros(x.shape[-1], dtype=x.dtype)
-        own[self.axes.tp.rank :: self.axes.tp.size] = 1.0
+        first = first_of(self.axes.tp) if self.axes.tp.size > 1 else 0
+        own[first :: self.axes.tp.size] = 1.0
         return both_ways(copied(x, self.axes.tp) * own, self.axes.tp)
 
     def counts(self):
@@ -71,6 +72,10 @@ class Twice(torch.autograd.Function):
     def backward(ctx, dx):
         (x,) = ctx.saved_tensors
         return 2 * dx + 0 * rounded(x, ctx="no autograd"), None
+
+
+def first_of(axis):
+    return axis.rank
 
 
 def rounded(x, ctx):
@@ -136,6 +141,12 @@ WRONG = {
         "what your extension adds is this rank's own part of a sum over tp: the sum is missing",
         "inside       extensions/yours:copied: what it gets is returned as it is\n"
         "look at      extensions/yours:copied,",
+    ),
+    "what one process does not run": (
+        "return axis.rank",
+        "return 0",
+        "FIRST WRONG  step 1, model.layers.0.mlp ",
+        "look at      extensions/yours:first_of, ",
     ),
     "a copy in each rank's count": (
         "1.0 / self.axes.tp.size / self.axes.dp.size",
@@ -226,6 +237,15 @@ def test_who_calls_a_function_that_gets_tensors_is_named_too():
     assert names_of(right, [*noted(0, "f", None, 3 * X, caller="g"), bad]) == ["f"]
 
 
+def test_what_counts_is_named_behind_the_counts():
+    right = [*noted(0, "Yours.note", X), *noted(1, "Yours.counts", None, X)]
+    mine = [*noted(0, "Yours.note", X), *noted(1, "Yours.counts", None, 3 * X)]
+    named = ["Yours.counts", "Yours.note", "Yours.__init__"]
+    assert names_of(right, [*mine, tapped("forward", wrong=True)]) == named
+    mine[2:2] = noted(0, "Yours.note", None, X)  # it returns something
+    assert names_of(right, [*mine, tapped("forward", wrong=True)]) == named[:1]
+
+
 def test_what_is_noted_all_at_once_does_not_acquit():
     right = [*noted(0, "f", X, X)]
     ends = [tapped("loss"), tapped("weights", wrong=True)]
@@ -257,6 +277,7 @@ def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
         ((3, 3), ""),
         ((3 * X[1, :4] + 0.5, 3 * X[1, 4:] - 0.5), "as if a mean were of each rank's own part"),
         ((3 * X[1, :4] + 0.5, 3 * X[1, 4:] - 0.6), "b of rank 0 is not what one process has"),
+        ((7 * X[0] + 1, 3), "b of rank 0 is what one process has of model.layers.1.b, after"),
         ((1, 1), "model.layers.0.b of rank 0 is as it was before, after step 1"),
         ((2.5, 3.5), "this rank's own part of a mean over dp"),
         ((0.5, 2.5), ""),  # of a sum: such as a count, before it is added up
@@ -274,6 +295,7 @@ def test_how_a_buffer_is_wrong_is_told(factors, said):
         for factor in factors
     ]
     whole = {record.key: record.tensor for record in right} | {Key(1, "forward", "model.norm"): X}
+    whole[Key(0, BUFFERS, "model.layers.1.b")] = 7 * X[0] + 1
     trial = trial_of(make_config(dp=2), steps=2, own_sizes=False)
     what = named(Comparison(trial, whole, runs), "")[1]
     assert said in what and bool(said) == bool(what)

@@ -146,6 +146,11 @@ FORMULAS = [
     (OUT, lambda one: got("forward", "model.layers.0.mlp"), "it is model.layers.0.mlp, another"),
     (OUT, lambda one: one.got.float().double(), "rounding of float32"),
     (OUT, lambda one: one.got * (torch.arange(4) < 2)[:, None], "positions 2-3 are zero, and"),
+    (
+        OUT,
+        lambda one: one.got + (torch.arange(4) == 3)[:, None],
+        "positions 3 are wrong, and the others are right: the last of a piece that this rank has",
+    ),
     (("forward", CORE), lambda one: attention(range(12, 16), [0, 1, 2, 3]), KEYS),
     (("forward", f"{CORE}.q"), lambda one: rotated(shift=-1), "are rotated as if they were"),
     (2 * ("gradient norm",), lambda one: norm(2, "norm"), "counts the weights of norms 2 (tp"),
