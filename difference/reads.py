@@ -174,7 +174,9 @@ def region(one: Compared, both: Comparison) -> str:
         if len(where) < error.shape[dim] and is_clear:
             how = "wrong" if lines_along(one.got, dim)[where].any() else "zero"
             places = [one.indices[dim][i] for i in where] if one.indices else where
-            said = f"{name} {ranges(places)} are {how}, and the others are right{first}"
+            n = len(places)
+            which = f"{name if n > 1 else name[:-1]} {ranges(places)} {are(n)}"
+            said = f"{which} {how}, and the others are right{first}"
             if name == "positions" and one.indices:
                 said += _at_a_border(places, [*one.indices[dim]])
             regions.setdefault(len(where) / error.shape[dim], said)

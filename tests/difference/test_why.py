@@ -149,7 +149,7 @@ FORMULAS = [
     (
         OUT,
         lambda one: one.got + (torch.arange(4) == 3)[:, None],
-        "positions 3 are wrong, and the others are right: the last of a piece that this rank has",
+        "position 3 is wrong, and the others are right: the last of a piece that this rank has",
     ),
     (("forward", CORE), lambda one: attention(range(12, 16), [0, 1, 2, 3]), KEYS),
     (("forward", f"{CORE}.q"), lambda one: rotated(shift=-1), "are rotated as if they were"),
@@ -184,7 +184,7 @@ FORMULAS = [
     (
         ("forward", "targets"),
         lambda one: ignored(one.got),
-        "0 are wrong, and the others are right: the first is -100, and should be ",
+        "0 is wrong, and the others are right: the first is -100, and should be ",
     ),
     (OUT, lambda one: one.got / 0, "are NaN or infinite"),
     (
