@@ -207,8 +207,8 @@ def counted(one: Compared, both: Comparison) -> str:
     before = both.whole.get(one.key._replace(step=one.key.step - 1), torch.zeros_like(one.got))
     of = one.key._replace(phase="forward", name=one.key.name.replace(BIAS, "experts"))
     axes = [axis for axis in ("dp", "cp", "tp") if getattr(trial.layout, axis) > 1]
-    some = chain.from_iterable(combinations(axes, n) for n in (1, 2, 3))
-    few = [{axis: getattr(one.at, axis) for axis in names} for names in some]
+    groups = chain.from_iterable(combinations(axes, n) for n in (1, 2, 3))
+    few = [{axis: getattr(one.at, axis) for axis in names} for names in groups]
     few += [{"micro-batch": m} for m in range(trial.workload.num_micro_batches)]
     for some in few:
         ids = []

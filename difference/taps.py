@@ -120,13 +120,17 @@ class Notes:
         self.note("weights", parameters)
 
 
+def depths_in(model: Llama) -> dict[str, range]:
+    """The depths, one behind the other, that a tensor holds: in the first stage 0 alone."""
+    D = model.config.num_nextn_predict_layers
+    last = 0 if isinstance(model.lm_head, nn.Identity) else D
+    looked_up = range(0 if "0" in model.model.layers else 1, last + 1)
+    return {"tokens": looked_up, "model.embed_tokens": looked_up, "targets": range(D + 1)}
+
+
 def attach(model: Llama, tap: Tap) -> None:
     """Call `tap` with everything that a model, or a stage of one, computes from here on."""
-
-    D, has_head = model.config.num_nextn_predict_layers, not isinstance(model.lm_head, nn.Identity)
-    looked_up = range("0" not in model.model.layers, 1 + D * has_head)
-    # What holds several depths, one behind the other: of the first stage 0, of the last the others.
-    depths = {"tokens": looked_up, "model.embed_tokens": looked_up, "targets": range(1 + D)}
+    depths = depths_in(model)
 
     def see(names: Iterable[str], found: Tensor | tuple) -> None:
         tensors = found if isinstance(found, tuple) else (found,)
@@ -169,7 +173,7 @@ def attach(model: Llama, tap: Tap) -> None:
             after(module, f"{name}.weights", f"{name}.experts")
         if OUTPUTS.fullmatch(name):
             after(module, name)
-    if has_head:
+    if not isinstance(model.lm_head, nn.Identity):
         call(model.lm_head, "loss", ["loss"], ["targets"])
 
 
