@@ -88,17 +88,20 @@ def outcome_of(
     seed: int = 0,
     places: list[int] | None = None,
     forgets: bool = False,
+    is_watched: bool = True,
 ) -> Outcome:
     """Run all cases, or those at some places, with the definition in a student's text.
 
-    `forgets`: a function is made anew for each call, so that it keeps nothing.
+    `forgets`: a function is made anew for each call, so that it keeps nothing. `is_watched`: its
+    calls are noted.
     """
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
+    watch = calls.watch if is_watched else lambda definition: definition
     cases = cases if places is None else [cases[i] for i in places]
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:
-            with course_with(exercise, text, path, calls.watch, forgets) as course:
+            with course_with(exercise, text, path, watch, forgets) as course:
                 for case in cases:
                     results.append(_result_of(exercise, case, course, path))
                     results[-1].calls = calls.take()
@@ -248,7 +251,7 @@ def _known(
             its = [others[mistake.name][i] for i in places]
         else:
             text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
-            its = outcome_of(exercise, text, path, seed, places)
+            its = outcome_of(exercise, text, path, seed, places, is_watched=False)
         return [outcome[i].same_as(its[k], crashes_only) for k, i in enumerate(places)]
 
     places, partly = [outcome.index(result) for result in failed], None

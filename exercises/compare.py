@@ -99,7 +99,7 @@ def differences(got: Any, expected: Any, at: tuple = ()) -> Iterator[tuple[tuple
         both_nan = math.isnan(got) and math.isnan(expected)
         if not (both_nan or math.isclose(got, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)):
             yield at, got, expected
-    elif isinstance(got, Tensor) or np.any(got != expected):
+    elif isinstance(got, Tensor) or ((other := got != expected) is not False and np.any(other)):
         yield at, got, expected
 
 

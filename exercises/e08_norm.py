@@ -74,16 +74,17 @@ def on_rank(rank, case: Case) -> dict:
     share = measure(parameters, table, axes.ranks, case.zeros)
     total = course.collectives.all_reduce(share.clone(), axes.world)
     changed = [name for name, part in parts.items() if not parameters[name].grad.equal(part)]
-    times = {}
-    for name in table:
-        alone = {name: parameters[name]} if name in parameters else {}
-        for parameter in alone.values():
-            parameter.grad = parts[name].clone()
-        square = measure(alone, table, axes.ranks)[0].double() if alone else total.new_zeros(())
-        right = gradient(case, name).double().square().sum()
-        times[name] = (course.collectives.all_reduce(square.clone(), axes.world) / right).item()
-    results = {RATIO: {k: n for k, n in times.items() if n == n}}  # not of 0 / 0
-    results |= {"[squares, zeros] of all ranks": total, "share": share.tolist()}
+    squares = torch.zeros(len(table), dtype=torch.float64)  # of each parameter of the model, alone
+    for i, name in enumerate(table):
+        if name in parameters:
+            parameters[name].grad = parts[name].clone()
+            squares[i] = measure({name: parameters[name]}, table, axes.ranks)[0]
+    squares = course.collectives.all_reduce(squares, axes.world).tolist()
+    rights = (gradient(case, name).double().square().sum() for name in table)
+    times = {
+        k: n / right.item() for k, n, right in zip(table, squares, rights, strict=True) if right
+    }
+    results = {RATIO: times, "[squares, zeros] of all ranks": total, "share": share.tolist()}
     results |= {"gradients that it has changed": changed}
     return results | {READ: read_by(measure, parameters, table, axes.ranks, case.zeros)}
 
@@ -112,7 +113,7 @@ def expected(case: Case) -> list[dict]:
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     n, k = case.ranks, len(shapes(case))  # two numbers, and one of each
-    return [{"all_reduce": Sent(1 + k, 2 * (n - 1) / n * (2 + k) * 8)}] * n
+    return [{"all_reduce": Sent(2, 2 * (n - 1) / n * (2 + k) * 8)}] * n
 
 
 def picture(runs):

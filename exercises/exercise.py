@@ -12,6 +12,7 @@ import random
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,9 @@ class Case(SimpleNamespace):
 
     def __init__(self, ranks: int, **sizes: Any) -> None:
         super().__init__(ranks=ranks, **sizes)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def __str__(self) -> str:
         """The sizes that a reader can use: "2 ranks, length=6"."""
@@ -165,7 +169,7 @@ class Exercise:
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
             raise AttributeError(name)
-        return getattr(importlib.import_module(f"exercises.{self.stem}"), name, None)
+        return _function(self.stem, name)
 
     def factors(self, case: Case) -> dict[str, float]:
         """Numbers that a result may be too large or too small by, with their names."""
@@ -193,6 +197,12 @@ class Exercise:
         for case in cases:
             case.seed = seed
         return cases
+
+
+@cache
+def _function(stem: str, name: str) -> Any:
+    function = getattr(importlib.import_module(f"exercises.{stem}"), name, None)
+    return cache(function) if name == "expected" else function  # of a case: for all its versions
 
 
 def draw(case: Case, *key: object, shape: Sequence[int]) -> "Tensor":

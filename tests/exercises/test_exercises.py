@@ -1,14 +1,13 @@
-"""Every exercise in exercises/: starter, solution, each known mistake, other right versions."""
+"""Every exercise in exercises/: starter, solution, wrong types, other right versions."""
 
 import ast
 import random
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from exercises import exercise as catalogue
-from exercises.checking import Outcome, check, outcome_of, verdict_on
+from exercises.checking import check
 from exercises.exercise import Exercise
 from exercises.source import (
     NOT_WRITTEN,
@@ -22,17 +21,6 @@ from exercises.source import (
 )
 
 NUMBERS = list(catalogue.files())
-MISTAKES = [(n, mistake.name) for n in NUMBERS for mistake in catalogue.load(n).mistakes]
-
-
-@cache  # of one exercise: each known mistake is compared with all others of it
-def outcomes_of_mistakes(number: int) -> dict[str, Outcome]:
-    exercise = catalogue.load(number)
-    text = solution(exercise)
-    return {
-        mistake.name: outcome_of(exercise, mistake.apply(text), Path("wrong.py"))
-        for mistake in exercise.mistakes
-    }
 
 
 def checked(exercise: Exercise, text: str, seed: int = 0):
@@ -75,23 +63,6 @@ def test_the_source_passes_with_two_seeds(number):
 def test_a_check_gives_the_same_result_each_time():
     exercise = catalogue.load(7)
     assert checked(exercise, solution(exercise)) == checked(exercise, solution(exercise))
-
-
-@pytest.mark.slow  # the first of an exercise runs all of its mistakes
-@pytest.mark.parametrize(("number", "name"), MISTAKES)
-def test_a_known_mistake_is_recognised_and_no_other(number, name):
-    exercise, known = catalogue.load(number), outcomes_of_mistakes(number)
-    mistake = next(m for m in exercise.mistakes if m.name == name)
-    same = [
-        other
-        for other, outcome in known.items()
-        if all(a.same_as(b) for a, b in zip(known[name], outcome, strict=True))
-    ]
-    assert same == [name], [(r.failure, r.problems) for r in known[name]]
-    # The edit of a mistake has only the names that the course's own version uses.
-    assert not any(r.failure and "NameError" in r.failure.what for r in known[name])
-    verdict = verdict_on(exercise, known[name], others=known)
-    assert not verdict.passed and verdict.mistake == name and mistake.sentence in verdict.message
 
 
 @pytest.mark.turns(1, 3)
