@@ -71,7 +71,8 @@ def run(trial: Trial, whole: Whole | None = None) -> int:
     makers = {of: by for one in runs for of, by in one.makers.items()}
     senders = {name for one in runs for name in one.senders}
     both = Comparison(trial, whole, [one.records for one in runs], makers, senders)
-    print(*lines_of(both, runs), sep="\n")
+    for line in lines_of(both, runs):
+        print(line, flush=True)
     return int(bool(both.first) or any(one.problem for one in runs))
 
 

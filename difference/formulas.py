@@ -98,6 +98,12 @@ def _why_scaled(one: Wrong) -> str:
     return ""
 
 
+def of_another(one: Wrong) -> str:
+    ranks = one.inside.both.ranks if one.got.shape != one.whole.shape else ()
+    owners = (at for at in ranks if one.inside.has_part(one.got, one.whole, at))
+    return next((f"is the part of {at}" for at in owners), "")
+
+
 def lacking(one: Wrong) -> str:
     """Of a sum over all ranks: whose numbers it lacks."""
     ranks = one.inside.both.ranks
@@ -185,7 +191,7 @@ def added_on_ranks(one: Wrong) -> str:
         if call.got[given].shape != one.got.shape or right.got[given].shape != one.whole.shape:
             continue
         for axes, row in inside.rows(one.got, one.variable, call, one.at):
-            adds = [got - inside.call_of(call, at).got[given] for at, got in row.items()]
+            adds = [got - inside.call_of(call, at).got.get(given, got) for at, got in row.items()]
             for indices in inside.parts(one.got.shape, one.whole.shape, one.at):
                 c = weights_of(sum(adds), [take(one.whole - right.got[given], indices)])
                 if c and c[0] not in (0, 1):
@@ -206,4 +212,4 @@ def behind_a_power(one: Wrong) -> str:
     return ""
 
 
-FORMULAS = scaled, lacking, moved, added, added_on_ranks, behind_a_power, somewhere
+FORMULAS = scaled, of_another, lacking, moved, added, added_on_ranks, behind_a_power, somewhere

@@ -22,6 +22,7 @@ from difference.compare import Comparison
 from difference.places import Here, Indices, along, chunk, positions, take
 from difference.taps import INSIDE, LAYER, MOST_NUMBERS, RESULT, Record
 
+AFTER = ".updated", ".weights_changed"  # methods of extensions that run once a step
 # Activations are noted one by one; of all else, what is noted together.
 AT_ONCE = ("summed gradient",), ("scaled gradient",), ("built", "initial")
 LATE = ("loss", "gradient norm", "optimizer state", "biases of routers", "weights")
@@ -54,11 +55,14 @@ class Inside:
                 call.made[TOTAL] = total
         for call in counts_of(self.right_calls):
             call.made[TOTAL] = call.made.pop(RESULT)
-        self.before, self.since = self._before_the_first()
+        self.before, self.since, self.late = self._before_the_first()
 
-    def _before_the_first(self) -> tuple[list, list]:
-        """Calls that can have made the first wrong tensor: up to the last right tap, and since."""
-        first, before, since = self.both.first[0].key, [], []
+    def _before_the_first(self) -> tuple[list, list, list]:
+        """Calls that can have made the first wrong tensor: up to the last right tap, and since.
+
+        And those of a later step since its update, which may have read what that had left wrong.
+        """
+        first, before, since, late = self.both.first[0].key, [], [], []
         at_once = next((phases for phases in AT_ONCE if first.phase in phases), ())
         for at in dict.fromkeys([*(one.at for one in self.both.first), *self.both.ranks]):
             mine = [one for one in self.both.all if one.at is at]
@@ -66,13 +70,14 @@ class Inside:
             rights = (o.when for o in mine if o.when < end and o.key.phase not in at_once)
             last_right = max(rights, default=0)
             for call in self.calls[at.rank]:
-                # In a later step a call may have read what an update had left wrong.
-                if call.when < end and (call.key.step < first.step or not first.step):
-                    (since if call.when > last_right else before).append((call, at))
+                if call.when < end:
+                    of = since if call.when > last_right else before
+                    of = late if call.key.step == first.step > 0 else of
+                    of.append((call, at))
             if end < inf and not first.step:  # those that still run: what they gave to others
                 until = calls_of(self.both.runs[at.rank][:end])
                 since += [(call, at) for call in until if not call.ended]
-        return before, since
+        return before, since, late
 
     def guilty(self) -> Iterator[tuple[Call, Here]]:
         """The calls that get right tensors and make wrong ones.
@@ -85,6 +90,9 @@ class Inside:
         yield from (pair for pair in since if self._is_guilty(*pair))
         if self.both.first[0].key.phase in ("forward", "backward", "summed gradient"):
             yield from before
+
+    def guilty_later(self) -> Iterator[tuple[Call, Here]]:
+        yield from (pair for pair in self.late if self._is_guilty(*pair))
 
     def _is_guilty(self, call: Call, at: Here) -> bool:
         """Of a sum over ranks nothing is known where one of them has got what is wrong."""
@@ -104,7 +112,15 @@ class Inside:
         old = {v: t for v, t in call.got.items() if v in kept and not self.is_right(v, t, call, at)}
         known = {v: t for v, t in call.made.items() if v not in kept or v in call.got.keys() - old}
         rights = [right.made for right in self.right_calls if right.key == call.key]
-        return {v: t for v, t in known.items() if self.is_comparable(t, v, rights, at)}
+        known = {v: t for v, t in known.items() if self.is_comparable(t, v, rights, at)}
+        return {v: t for v, t in known.items() if v in kept or not self._is_of_a_layer(v, call, at)}
+
+    def _is_of_a_layer(self, variable: str, call: Call, at: Here) -> bool:
+        """A variable of a loop over a stage's layers: of its last one, which is right elsewhere."""
+        stages = [o for o in self.both.ranks if o[2:] == at[2:] and o.pp != at.pp]
+        others = [(self.call_of(call, o), o) for o in stages if call.key.name.endswith(AFTER)]
+        sides = ((variable, c.made[variable], c, o) for c, o in others if c and variable in c.made)
+        return any(self.is_right(*side) for side in sides)
 
     def is_comparable(self, tensor: Tensor, variable: str, rights: list[dict], at: Here) -> bool:
         wholes = [made[variable].shape for made in rights if variable in made]
@@ -117,7 +133,10 @@ class Inside:
     def part_of(self, tensor: Tensor, variable: str, call: Call, at: Here, *reductions: str) -> str:
         """Of what it is a rank's part: "a sum over tp"; the reduction gives a right tensor."""
         for axes, row in self.rows(tensor, variable, call, at):
+            are_alike = tensor.numel() > 1 and all(same(t, tensor) for t in row.values())
             for name in reductions or ("sum",):
+                if are_alike and name == "sum":  # ones that are divided add up to ones
+                    continue
                 # Each rank's is a mean of its layers, and stages may have unlike numbers of them.
                 times = self.num_layers_of if name == "mean" and "pp" in axes else {}
                 of_ranks = [one for o, one in row.items() for _ in range(times.get(o, 1))]
@@ -170,7 +189,7 @@ class Inside:
         for n, size in zip(shape, whole, strict=True):
             of_dim = [range(size)]
             if n < size:
-                axes = "tp", "dp", "ep", "etp"
+                axes = ["tp", "ep", "etp", *["dp"] * (self.layout.sharding != "none")]
                 of_dim = [chunk(of_dim[0], getattr(at, a), getattr(self.layout, a)) for a in axes]
                 of_dim += [positions(at, self.layout, size)] * (size % (2 * self.layout.cp) == 0)
                 if size in self.num_layers:  # something of each layer, of a stage's layers

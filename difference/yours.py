@@ -1,5 +1,6 @@
 """Yours: which of your own functions are guilty, by name, and what is wrong inside."""
 
+from collections.abc import Iterator
 from itertools import chain, islice
 
 from torch import Tensor
@@ -39,10 +40,13 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
     def functions(*names: str) -> list[str]:
         return [*dict.fromkeys(map(function, names))]
 
-    found = islice(inside.guilty(), MOST_GUILTY)
-    found = [(call, what_is_wrong(call, at, inside)) for call, at in found]
-    # Without a sentence it may be a right function that makes what one process does not.
-    found.sort(key=lambda pair: not pair[1])
+    def with_sentences(guilty: Iterator) -> list[tuple[Call, str, Here]]:
+        """Without one it may be a right function that makes what one process does not."""
+        few = islice(guilty, MOST_GUILTY)
+        found = [(call, what_is_wrong(call, at, inside), at) for call, at in few]
+        return sorted(found, key=lambda one: not one[1])
+
+    found = with_sentences(inside.guilty())
     if not found or not found[0][1] or TOTAL in found[0][0].made:
         names, what = misnumbered(both)
         if what:
@@ -51,17 +55,35 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         names, what = wrong_buffer(inside)
         if what:
             return functions(*names), what
+        found = [one for one in with_sentences(inside.guilty_later()) if one[1]] + found
     if found:
-        guilty, what = found[0]
+        guilty, what, at = found[0]
         name = function(guilty.key.name)
         # Autograd calls it in backward; it may have been given something in forward.
         alike = (call.callers for call in calls if function(call.key.name) == name)
-        callers = guilty.callers or chain(*alike)
+        callers = [*(guilty.callers or chain(*alike))] if guilty.got else []
         others = counting(guilty, calls, both) if TOTAL in guilty.made else []
-        others += [c.key.name for c, said in found if not said][: TOTAL in guilty.made]
-        return functions(name, *(callers if guilty.got else ()), *others), what
+        others += [c.key.name for c, said, _ in found if not said][: TOTAL in guilty.made]
+        others = others or writers(guilty.key.name, both)
+        near = [*givers(guilty, at, inside), *callers[:1], *others]
+        return functions(name, *near, *callers), what
     names, what = handed_on(inside, "the sum is missing" in said)
     return functions(*names), what
+
+
+def givers(guilty: Call, at: Here, inside: Inside) -> list[str]:
+    """Who has made what the guilty call gets, where it is a part of a sum."""
+    got = [t for t in guilty.got.values() if inside.place(t, guilty, at) is None]
+    calls = [call for call in inside.calls[at.rank] if RESULT in call.made]
+    return [c.key.name for c in calls if any(same(c.made[RESULT], t) for t in got)]
+
+
+def writers(name: str, both: Comparison) -> list[str]:
+    """The method that has last written what the object of a method keeps, if it has one."""
+    of, first = name.rpartition(".")[0], both.first[0].key
+    phases = ("loss", first.step - 1) if first.step else ("initial", 0)
+    ran = {n for o in both.all if (o.key.phase, o.key.step) == phases for n in o.ran}
+    return [f"{of}{method}" for method in WRITERS if f"{of}{method}" in ran][:1]
 
 
 def counting(guilty: Call, calls: list[Call], both: Comparison) -> list[str]:

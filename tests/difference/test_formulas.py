@@ -86,6 +86,26 @@ def test_what_each_rank_adds_to_its_part_of_a_sum_is_said():
     assert sentence in said(right, *(call("f", {"x": x}, result=x + A) for x in parts), tp=2)
     ranks = [call("f", {"x": x}, result=x + A + 1e-6 * MORE) for x in parts]
     assert sentence not in said(right, *ranks, tp=2)
+    given = {"x": parts[0], "y": B}, {"x": parts[1]}
+    ranks = [call("f", got, result=MORE) for got in given]
+    assert "the result is wrong" in said(call("f", {"x": X, "y": B}, result=A), *ranks, tp=2)
+
+
+def test_another_ranks_part_is_told_from_an_own_one():
+    right, halves = call("f", {"x": X}, result=A), A.chunk(2)
+    ranks = [call("f", {"x": X}, result=halves[0]) for _ in (0, 1)]
+    assert "the result is the part of rank 0" in said(right, *ranks, tp=2)
+    ranks[1] = call("f", {"x": X}, result=halves[1])
+    assert "part of rank" not in said(right, *ranks, tp=2)
+    ranks += [ranks[1], ranks[1]]  # of dp 1, whose tp 0 has tp 1's half: dp 1 has it if sharded
+    assert "the result is the part of rank 1" in said(right, *ranks, dp=2, tp=2)
+    assert not said(right, *ranks, dp=2, tp=2, sharding="parameters")
+
+
+def test_equal_numbers_on_each_rank_are_no_parts_of_a_sum():
+    ones = torch.ones(8, dtype=torch.float64)
+    assert "the result is 0.5 (1/tp) times" in of_results(ones, ones / 2, ones / 2)
+    assert not of_results(ones[:1], ones[:1] / 2, ones[:1] / 2)  # such as a count
 
 
 def test_of_two_ranks_one_of_which_has_all_nothing_is_a_maximum():

@@ -237,6 +237,32 @@ def test_who_calls_a_function_that_gets_tensors_is_named_too():
     assert names_of(right, [*noted(0, "f", None, 3 * X, caller="g"), bad]) == ["f"]
 
 
+def test_who_made_a_part_of_a_sum_that_it_gets_is_named_too():
+    right = [*noted(0, "part", X, X + 1), *noted(1, "f", X + 1, X)]
+    parts = X[:, :1] * X, X + 1 - X[:, :1] * X
+    ranks = [[*noted(0, "part", X, of), *noted(1, "f", of, 3 * X)] for of in parts]
+    ranks = [[*of, tapped("forward", wrong=True)] for of in ranks]
+    assert names_of(right, *ranks, tp=2) == ["f", "part"]
+
+
+def test_what_wrote_what_an_object_keeps_is_named_too():
+    right, bad = noted(0, "Yours.f", X, X), tapped("forward", wrong=True)
+    built = Record(Key(0, "initial", STEP), X, [f"{YOURS}:Yours.weights_changed"], [])
+    mine = [built, *noted(0, "Yours.f", X, 3 * X), bad]
+    whole = [*right, built]
+    assert names_of(whole, mine) == ["Yours.f", "Yours.weights_changed"]
+    assert names_of(whole, [built._replace(ran=[]), *mine[1:]]) == ["Yours.f"]
+
+
+def test_a_variable_of_a_stages_last_layer_is_not_judged():
+    right = [*noted(0, "Yours.updated", X, X)]
+    ranks = [[*noted(0, "Yours.updated", X, of), tapped("forward", True, step=1)] for of in (X, X)]
+    for of, is_judged in ((X, False), (2 * X, True)):
+        for rank, last in ((0, 2 * X), (1, of)):
+            ranks[rank][2] = ranks[rank][2]._replace(tensor=last)
+        assert names_of(right, *ranks, pp=2) == ["Yours.updated"] * is_judged
+
+
 def test_what_counts_is_named_behind_the_counts():
     right = [*noted(0, "Yours.note", X), *noted(1, "Yours.counts", None, X)]
     mine = [*noted(0, "Yours.note", X), *noted(1, "Yours.counts", None, 3 * X)]
@@ -255,10 +281,10 @@ def test_what_is_noted_all_at_once_does_not_acquit():
     assert names_of(right, old) == []
 
 
-def test_in_a_later_step_what_ran_before_it_is_to_blame():
+def test_in_a_later_step_what_ran_before_it_is_to_blame_first():
     right = [*noted(0, "update", X, X), *noted(1, "reader", X, X, step=1)]
     reader, bad = noted(1, "reader", X, 3 * X, step=1), tapped("forward", True, step=1)
-    assert names_of(right, [*reader, bad]) == []
+    assert names_of(right, [*noted(0, "update", X, X), *reader, bad]) == ["reader"]
     assert names_of(right, [*noted(0, "update", X, 3 * X), *reader, bad]) == ["update"]
 
 
@@ -279,7 +305,7 @@ def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
         ((3 * X[1, :4] + 0.5, 3 * X[1, 4:] - 0.6), "b of rank 0 is not what one process has"),
         ((7 * X[0] + 1, 3), "b of rank 0 is what one process has of model.layers.1.b, after"),
         ((1, 1), "model.layers.0.b of rank 0 is as it was before, after step 1"),
-        ((2.5, 3.5), "this rank's own part of a mean over dp"),
+        ((2.5, 3.5), "this rank's own part of a mean over tp"),
         ((0.5, 2.5), ""),  # of a sum: such as a count, before it is added up
         ((0, 3), "b of rank 0 is not what one process has"),
     ],
@@ -296,6 +322,6 @@ def test_how_a_buffer_is_wrong_is_told(factors, said):
     ]
     whole = {record.key: record.tensor for record in right} | {Key(1, "forward", "model.norm"): X}
     whole[Key(0, BUFFERS, "model.layers.1.b")] = 7 * X[0] + 1
-    trial = trial_of(make_config(dp=2), steps=2, own_sizes=False)
+    trial = trial_of(make_config(tp=2), steps=2, own_sizes=False)
     what = named(Comparison(trial, whole, runs), "")[1]
     assert said in what and bool(said) == bool(what)

@@ -360,3 +360,12 @@ def test_every_tensor_that_is_wrong_gets_a_sentence(monkeypatch):
             monkeypatch.setattr(both(), "all", [one])
             assert explain(one, both())
             suspects(both(), "")
+
+
+def test_only_plain_attention_is_told_to_merge_blocks_wrongly():
+    one = right(*OUT[:1], CORE)
+    factors = torch.arange(one.right.shape[2])[:, None]
+    wrong = one._replace(got=one.got * (1 + factors))
+    assert "blocks are merged with wrong weights" in explain(wrong, both())
+    changed = wrong._replace(right=one.right * (2 + factors))  # by an extension
+    assert "blocks are merged" not in explain(changed, both())
