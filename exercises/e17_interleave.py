@@ -4,12 +4,12 @@ target: extensions.schedules.interleaved:interleaved
 train: distributed.pp_size=2 distributed.tp_size=1 distributed.pp_engine="interleaved"
   distributed.pp_chunks=2
 
-Return the plan of a rank that has several chunks. Micro-batches take turns in groups: the forwards
-of a group run through all chunks, the first one first, before the next group's; so do the
-backwards, the last chunk first. A rank starts as many forwards as its first group needs to reach
-the last chunk, and two more for each rank behind it; then a forward and a backward take turns.
-group_sizes (the largest comes first) and alternating help. Bubble: (p - 1) / (m v + p - 1) for v
-chunks and m >= p.
+Return the plan of a rank that has several chunks. Micro-batches take turns in groups, 0 first: the
+forwards of a group run through all chunks, the first one first, before the next group's; so do the
+backwards, the last chunk first. Each chunk has them in their order. A rank starts as many forwards
+as its first group needs to reach the last chunk, and two more for each rank behind it; then a
+forward and a backward take turns. group_sizes (the largest comes first) and alternating help.
+Bubble: (p - 1) / (m v + p - 1) for v chunks and m >= p.
 Read: extensions/schedules/interleaved.py, pipeline_schedule.py.
 
 ? It is 1F1B with a longer warm-up, over groups of micro-batches.
@@ -19,6 +19,8 @@ Read: extensions/schedules/interleaved.py, pipeline_schedule.py.
 ! With 4 ranks, 8 micro-batches and 2 chunks the bubble is 15.8%, not 27.3%, for twice the messages.
   In production: `torch.distributed.pipelining.ScheduleInterleaved1F1B`.
 """
+
+from itertools import pairwise
 
 from exercises.exercise import Case, Dice
 from exercises.plans import FINE, played
@@ -39,6 +41,7 @@ def on_rank(rank, case: Case) -> dict:
     results, timeline = played(rank, plans, m - 1)
     if not timeline:
         return results
+    results["micro-batches that come before an earlier one"] = [*map(early, plans)]
     whole = simulator.textbook_times(plans)  # 1F1B has stages v times as long
     simple = [course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
     simple = simulator.simulate(simple, lambda r, action: v * whole(r, action))
@@ -50,12 +53,22 @@ def on_rank(rank, case: Case) -> dict:
     }
 
 
+def early(plan) -> list[str]:
+    """Of each chunk, the forwards, or backwards, behind which a smaller micro-batch follows."""
+    rows = {}
+    for action in plan:
+        rows.setdefault((action.kind, action.chunk), []).append(action)
+    pairs = (pair for row in rows.values() for pair in pairwise(row))
+    return [str(a) for a, b in pairs if a.micro_batch > b.micro_batch]
+
+
 def expected(case: Case) -> list[dict]:
     p, m, v = case.stages, case.micro_batches, case.chunks
     slots = max(m, p) * v + min(m, p) - 1  # of one forward and one backward, which takes 2
     first = -(-m // max(1, m // p))  # the size of the first group: others are as large, or smaller
     alive = [min(m * v, (v - 1) * first + 2 * (p - r) - 1) for r in range(p)]
     results = {"forwards of each rank": [m * v] * p, "most chunks alive": alive}
+    results["micro-batches that come before an earlier one"] = [[]] * p
     return [FINE | results | {"time": 3.0 * slots, "bubble of each rank": [1 - m * v / slots] * p}]
 
 
@@ -119,6 +132,11 @@ all_forwards_of_one_group: All forwards come first if there are as many micro-ba
 - warmup += (chunks - 1) * sizes[0]
 + warmup += (chunks - 1) * sizes[0]
 + warmup = num_micro_batches * chunks if num_micro_batches == ranks else warmup
+last_micro_batch_first: The last micro-batch comes first: the others wait for data that is read
+    after theirs.
+- return alternating(sizes, chunks, warmup)
++ plan, last = alternating(sizes, chunks, warmup), num_micro_batches - 1
++ return [action._replace(micro_batch=last - action.micro_batch) for action in plan]
 depth_first: Each micro-batch of a group runs through all chunks before the next one: ranks wait
     while it is on others.
     alternating(sizes, => alternating([1] * num_micro_batches,

@@ -4,12 +4,12 @@ target: checkpoint:training_tensors
 train: checkpoint.load_path="latest"
 
 Return all tensors that a step of training changes, by the name under which they are saved: the data
-of each parameter by its name, buffers by theirs, and what the optimizer keeps of each parameter as
-"optimizer.KEY.NAME", such as optimizer.exp_avg.lm_head.weight, but for its "step": all steps are
-equal, and are saved as one number. The tensors themselves, no copies: a checkpoint is loaded into
-them. AdamW has no state before its first step. So give each parameter of a group with "betas" that
-has none a "step" of zero and two moments of zeros, exp_avg and exp_avg_sq; "step" is on the CPU,
-but on the parameter's device if the group is fused.
+of each parameter, also of a frozen one, by its name, buffers by theirs, and what the optimizer
+keeps of each parameter as "optimizer.KEY.NAME", such as optimizer.exp_avg.lm_head.weight, but for
+its "step": all steps are equal, and are saved as one number. The tensors themselves, no copies: a
+checkpoint is loaded into them. AdamW has no state before its first step. So give each parameter of
+a group with "betas" that has none a "step" of zero and two moments of zeros, exp_avg and
+exp_avg_sq; "step" is on the CPU, but on the parameter's device if the group is fused.
 Read: checkpoint.py.
 
 ? Fill in AdamW's missing state; then collect parameters, buffers and states in one dict.
@@ -81,6 +81,9 @@ def on_rank(rank, case: Case) -> dict:
     new = [(key, t.data_ptr()) for s in other.optimizer.state.values() for key, t in s.items()]
     places = [place for _, place in new]
     shared = [key for key, place in new if places.count(place) > 1]
+    again = checkpoint.training_tensors(other.parameters, other.buffers, other.optimizer)
+    pairs = [(name, again[name], targets[name]) for name in again.keys() & targets.keys()]
+    new_ones = [name for name, a, b in pairs if a.data_ptr() != b.data_ptr()]
     saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name in sorted(saved.keys() & targets.keys()):
         targets[name].copy_(saved[name])
@@ -91,22 +94,25 @@ def on_rank(rank, case: Case) -> dict:
     results = {"shapes": {name: list(tensor.shape) for name, tensor in saved.items()}}
     results |= {"copies among them": " ".join(copies) or "none"}
     results |= {"tensors of the state in one memory": " ".join(shared) or "none"}
+    results |= {"made anew by a second call": " ".join(sorted(new_ones)) or "none"}
     results |= {"the caller's buffers afterwards": " ".join(run.buffers)}
     return results | {"devices of AdamW's state": devices(checkpoint)} | values
 
 
 def devices(checkpoint) -> dict[str, dict]:
-    """Where AdamW's state is, of parameters on no device at all, of which one had a state."""
-    names = "fused", "plain", "stepped"
+    """Where AdamW's state is, of parameters on no device, of which one had a state."""
+    names = "fused", "plain", "stepped", "frozen"
     parameters = {name: torch.nn.Parameter(torch.empty(2, device="meta")) for name in names}
+    parameters["frozen"].requires_grad_(False)
     optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters.values()])
     optimizer.param_groups[0]["fused"] = True
     stepped = parameters["stepped"]
     moments = {name: stepped.detach() for name in ("exp_avg", "exp_avg_sq")}
     optimizer.state[stepped] = {"step": torch.ones(())} | moments
-    checkpoint.training_tensors(parameters, {}, optimizer)
+    tensors = checkpoint.training_tensors(parameters, {}, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
-    return {name: {key: str(t.device) for key, t in s.items()} for name, s in states.items()}
+    found = {name: {key: str(t.device) for key, t in s.items()} for name, s in states.items()}
+    return found | {"saved": sorted(parameters.keys() & tensors.keys())}
 
 
 def expected(case: Case) -> list[dict]:
@@ -117,10 +123,12 @@ def expected(case: Case) -> list[dict]:
     keys = kept[case.optimizer]
     states = {f"optimizer.{key}.{name}": shapes[name] for key in keys for name in shapes}
     moments, step = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta"), {"step": "cpu"}
-    devices = dict.fromkeys(("plain", "stepped"), step | moments)
-    devices["fused"] = {"step": "meta"} | moments
+    devices = dict.fromkeys(("plain", "stepped", "frozen"), step | moments)
+    devices |= {"fused": {"step": "meta"} | moments, "saved": sorted(("fused", *devices))}
     right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": "none"}
-    right |= {"tensors of the state in one memory": "none"}
+    right |= dict.fromkeys(
+        ("tensors of the state in one memory", "made anew by a second call"), "none"
+    )
     right |= {"the caller's buffers afterwards": BUFFER, "devices of AdamW's state": devices}
     return [right | run.values("resuming") | run.values("saving")]
 
@@ -166,9 +174,11 @@ step_shared: All parameters of a group have one "step": a step counts once for e
     torch.zeros((), device=device) => group.setdefault("first", torch.zeros((), device=device))
 first_group_only: Only the first group of parameters gets a state: an optimizer may have several.
     for group in optimizer.param_groups => for group in optimizer.param_groups[:1]
+frozen_left_out: A frozen parameter is left out: a checkpoint has all weights of the model.
+    parameters.items()} | dict => parameters.items() if parameter.requires_grad} | dict
 always_reset: The state is made anew where there is one, too: the run forgets its averages.
     if not state: => if True:
-step_on_cpu: The step is always on the CPU: fused AdamW needs it on the parameter's device.
+step_on_cpu: The step of a fused group is on the CPU, too: it must be on the parameter's device.
     device = parameter.device if group["fused"] else "cpu" => device = "cpu"
 step_on_device: The step is on the parameter's device where the group is not fused, too: to read it
     there would wait for a GPU in each step.

@@ -31,10 +31,11 @@ from exercises.pictures import timeline
 B, E, LENGTH = 2, 3, 2  # LENGTH: of each rank's rows
 
 
-def cases(dice: Dice) -> list[Case]:
+def cases(_: Dice) -> list[Case]:
     kinds = ((1, "float64"), (2, "float64"), (3, "float64"), (4, "float64"), (3, "bfloat16"))
-    some = [Case(ranks, inputs=dice.randint(2, 3), dtype=dtype) for ranks, dtype in kinds]
-    return [*some, Case(3, inputs=2, dtype="float64", cancels=True)]
+    some = [Case(ranks, inputs=3, dtype=dtype) for ranks, dtype in kinds]
+    # The contributions of ranks n and n + 1 cancel each other.
+    return some + [Case(4, inputs=2, dtype="float64", cancels=n) for n in (0, 1)]
 
 
 def parts(case: Case, rank: int):
@@ -42,8 +43,9 @@ def parts(case: Case, rank: int):
     dtype, shape = getattr(torch, case.dtype), (B, case.ranks * LENGTH, E)
     xs = [draw(case, "x", rank, i, shape=shape).to(dtype) for i in range(case.inputs)]
     weights = [draw(case, "w", rank, i, shape=(E,)).to(dtype) for i in range(case.inputs)]
-    if hasattr(case, "cancels") and rank < 2:  # so that another order gives another sum
-        xs = [torch.full_like(x, (1, -1)[rank] * 2.0**60) for x in xs]
+    # So large that another order gives another sum.
+    if sign := {0: 1, 1: -1}.get(rank - getattr(case, "cancels", rank + 1), 0):
+        xs = [torch.full_like(x, sign * 2.0**60) for x in xs]
         weights = [torch.ones_like(weight) for weight in weights]
     return xs, weights
 
@@ -131,6 +133,12 @@ all_rows_at_once: All rows are multiplied at once, and then cut: no product hide
 added_as_arrived: Contributions are added from the own one on, in the order of distances: each rank
     adds in another order, and rounds differently.
     (axis.rank - rank - 1) % n => rank - 1
+last_rank_first: Contributions are added from the last rank down to the first: the order begins with
+    0.
+    for rank in range(n)) => for rank in reversed(range(n)))
+own_one_last: What arrives is added first, this rank's own contribution last: each rank adds in
+    another order.
+    (axis.rank - rank - 1) % n => rank
 one_place_off: The order is one place off: the last rank's contribution comes first, not rank 0's.
     (axis.rank - rank - 1) % n => (axis.rank - rank) % n
 sums_in_a_ring: Sums go from neighbour to neighbour, and each rank adds to them: the order of

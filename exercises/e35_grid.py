@@ -29,7 +29,6 @@ from itertools import combinations
 
 from exercises.exercise import Case, Dice
 
-TIMEOUT = 7.0
 SHAPES = ((4, {"pp": 2, "tp": 2}), (4, {"dp": 2, "cp": 2}))
 SHAPES += ((8, {"pp": 2, "dp": 2, "tp": 2, "ep": 2}), (8, {"dp": 2, "cp": 2, "tp": 2, "etp": 2}))
 SHAPES += ((8, {"dp": 4, "tp": 2, "ep": 2, "etp": 2}),)
@@ -42,11 +41,12 @@ EXPERTS_VARY |= {"ep_etp": ("ep", "etp"), "edp_etp": ("edp", "etp")}
 
 def cases(dice: Dice) -> list[Case]:
     pp = dice.choice((3, 4))
-    return [Case(ranks, sizes=sizes) for ranks, sizes in (*SHAPES, (pp, {"pp": pp}))]
+    cases = [Case(ranks, sizes=sizes, seconds=7.0) for ranks, sizes in (*SHAPES, (pp, {"pp": pp}))]
+    return [*cases, Case(4, sizes=SHAPES[0][1], seconds=3.0)]  # another run in the same process
 
 
 def on_rank(rank, case: Case) -> dict:
-    axes = rank.axes(rank.course.settings.Layout(**case.sizes), TIMEOUT)
+    axes = rank.axes(rank.course.settings.Layout(**case.sizes), case.seconds)
     groups = [id(axis.group) for axis in axes]
     members = {axis.name: list(axis.group.ranks) for axis in axes}
     if rank.number not in (ends := ends_of(case, rank.number)):  # with whom it is does not matter
@@ -85,7 +85,7 @@ def expected(case: Case) -> list[dict]:
             members[axis] = [rank for rank in range(case.ranks) if alike[rank]]
         members["ends"] = ends if me in (ends := ends_of(case, me)) else []
         results.append({"members": members, "names": {name: name for name in members}})
-        results[-1]["timeouts in seconds"] = dict.fromkeys(members, TIMEOUT)
+        results[-1]["timeouts in seconds"] = dict.fromkeys(members, case.seconds)
     return results
 
 
@@ -121,6 +121,10 @@ pp_fastest: The first coordinate varies fastest: tp ranks, which communicate mos
 neighbours_always: Every axis gets ranks that are neighbours: ranks of an outer axis are as far
     apart as the inner sizes multiply to.
     rows_of(grid, varying) => torch.arange(layout.world_size).view(-1, grid.size(name)).tolist()
+groups_of_the_mesh_before: Groups are kept for the next mesh, which gets the old ones: their timeout
+    and their ranks may be other ones.
+    timeout_seconds: float = 60.0) => timeout_seconds: float = 60.0, every={})
+    ProcessGroup] = {} => ProcessGroup] = every.setdefault(dist.get_rank(), {})
 shared_with_activations: Sums of gradients share groups with messages of activations: with NCCL all
     that uses a group is done in turn, and a layer's message waits for a sum of gradients.
     key = "dp" in name or name == "world", str(members) => key = str(members)

@@ -96,14 +96,19 @@ def on_rank(rank, case: Case) -> dict:
     is_alive = alive(lambda tensor: offload._pack({}, set(), tensor), case)
     edge = offload._pack({}, set(), draw(case, "edge", shape=(LEAST_NUMBERS,)).requires_grad_())
     result["exactly LEAST_OFFLOAD bytes leave"] = not hasattr(edge, "detach")
-    whole, of_part, of_whole = draw(case, "whole", shape=(2 * LEAST_NUMBERS,)), {}, {}
+    whole = draw(case, "whole", shape=(2 * LEAST_NUMBERS,)).requires_grad_()
+    of_part, of_whole, of_another = {}, {}, {}
     part = offload._pack(of_part, {whole.data_ptr()}, whole[1:])
     stays = hasattr(part, "detach") and part.data_ptr() == whole[1:].data_ptr()
     result["a part of a weight stays, in its memory"] = stays
+    result["what stays is detached"] = getattr(part, "grad_fn", None) is None
     result["blocks of what stays"] = len(of_part)
-    for view in (whole, whole.view(torch.int64)):
+    for view in (whole[::2], whole, whole.detach().view(torch.int64)):
         offload._pack(of_whole, set(), view)
-    result["blocks of one storage, in two dtypes"] = len(of_whole)
+    result["blocks of one storage, of which three views are saved"] = len(of_whole)
+    offload._pack(of_another, set(), whole)
+    shared = {*map(id, of_whole.values())} & {*map(id, of_another.values())}
+    result["blocks that another dict gets, too"] = len(shared)
     return result | {"bytes that stay": storage_bytes(kept), "alive without backward": is_alive}
 
 
@@ -133,7 +138,9 @@ def expected(case: Case) -> list[dict]:
         "a part of a weight stays, in its memory": True,
         "exactly LEAST_OFFLOAD bytes leave": True,
     }
-    return [right | {"blocks of what stays": 0, "blocks of one storage, in two dtypes": 1}]
+    right |= {"blocks of what stays": 0, "what stays is detached": True}
+    right |= {"blocks of one storage, of which three views are saved": 1}
+    return [right | {"blocks that another dict gets, too": 0}]
 
 
 def memory(case: Case, rank: int, record) -> str | None:
@@ -165,6 +172,15 @@ each_tensor_by_itself: Each saved tensor gets a block: what is saved twice leave
 by_address_of_view: Blocks are found by where a tensor begins, not its storage: parts of one storage
     leave with the whole storage each.
     address, => tensor.data_ptr(),
+contiguous_first: The tensor is made contiguous first: a view with other strides is copied, and its
+    storage leaves twice.
+- storage = tensor.untyped_storage()
++ tensor = tensor.detach().contiguous()
++ storage = tensor.untyped_storage()
+blocks_of_all_layers: Blocks are looked up among those of all layers: another layer's tensor can
+    have had the same address.
+    tensor: Tensor) => tensor: Tensor, all_blocks={})
+    blocks.setdefault(address, => blocks[address] = all_blocks.setdefault(address,
 by_dtype: Blocks are found by dtype, too: a storage that is saved in two of them leaves twice.
     address, => (address, tensor.dtype),
 by_addresses_of_views: All is found by where a tensor begins, not its storage: a part of a weight

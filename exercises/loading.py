@@ -101,11 +101,17 @@ def import_with(
 
         def defined(name: str) -> Any:
             found = _defined(name, tree, path, names, helpers, exercise)
+            for key, member in vars(found).items() if forgets and isinstance(found, type) else ():
+                if isinstance(member, FunctionType):
+                    setattr(found, key, renewed(member, lambda key=key: vars(again(name))[key]))
             if forgets and isinstance(found, FunctionType):
-                found = wraps(found)(lambda *args, **named: again(name)(*args, **named))
+                found = renewed(found, lambda: again(name))
             return watch(found)
 
-        def again(name: str) -> FunctionType:
+        def renewed(function: FunctionType, make: Callable) -> FunctionType:
+            return wraps(function)(lambda *args, **named: make()(*args, **named))
+
+        def again(name: str) -> FunctionType | type:
             mine = {key for found in helpers.values() for key in found}
             others, new = {key: names[key] for key in names.keys() - mine}, {}
             found = _defined(name, tree, path, others, new, exercise)
