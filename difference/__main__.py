@@ -111,24 +111,24 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
     where = f"on {both.name_of(ranks)}" * (len(both.ranks) > 1)
     yield f"FIRST WRONG  step {key.step + 1}, {title}  {where}"
     yield f"             {both.num_right:,} tensors before it are right, {both.num_wrong:,} wrong"
-    said: dict[str, str] = {}  # sentences, each with the first rank that it holds for
+    explanations: dict[str, str] = {}  # sentences, each with the first rank that it holds for
     several = both.trial.workload.num_micro_batches > 1
     for one in both.first[:16]:
         is_of_one = several and key.phase in ("forward", "backward")
         of = f", micro-batch {one.key.micro_batch}" * is_of_one
-        said.setdefault(explain(one, both), f"{one.at}{of}")
-    for text, of in [*said.items()][:MOST]:
+        explanations.setdefault(explain(one, both), f"{one.at}{of}")
+    for text, of in [*explanations.items()][:MOST]:
         yield f"{of}: {text}"
-    if len(said) > MOST:
-        yield f"(and {len(said) - MOST} more, which differ in numbers)"
+    if len(explanations) > MOST:
+        yield f"(and {len(explanations) - MOST} more, which differ in numbers)"
     if names := [*dict.fromkeys(other.key.name for other in both.others)]:
         first = ", ".join(names[:MOST]) + " ..." * (len(names) > MOST)
         yield f"also in {len(names)} other{'s' * (len(names) > 1)} of this phase: {first}"
-    yours, what = named(both, " ".join(said))
+    yours, what = named(both, " ".join(explanations))
     if what:
         yield f"inside       {yours[0]}: {what}"
     methods = {f"{name}.{method}" for name in yours for method in ("forward", "backward")}
-    others = [name for name in suspects(both, " ".join(said)) if name not in methods]
+    others = [name for name in suspects(both, " ".join(explanations)) if name not in methods]
     if not what:  # then what one process does not run is likelier than what calls it
         apart = [o for o in others if is_yours(o) and Key(0, RAN, o) not in both.whole]
         yours = [*others[:1], *yours[:1], *apart, *yours]

@@ -100,8 +100,8 @@ def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, first: int) -> str:
     w = w / w[w.abs() > 1e-6 * w.abs().max()].abs().min() * w.sum().sign()
     if (w - w.round()).abs().max() > 1e-4 or w.min() < -0.5:
         return ""
-    said: dict[str, list[int]] = {}
+    by_mask: dict[str, list[int]] = {}
     for (start, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
         how = " without a mask" * (start == first and not is_causal) + f" {n} times" * (n > 1)
-        said.setdefault(how, []).extend(range(start, start + piece) if n else ())
-    return ", ".join(ranges(keys) + how for how, keys in said.items() if keys)
+        by_mask.setdefault(how, []).extend(range(start, start + piece) if n else ())
+    return ", ".join(ranges(keys) + how for how, keys in by_mask.items() if keys)

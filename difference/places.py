@@ -70,7 +70,7 @@ def chunk(indices: Sequence[int], rank: int, size: int) -> Sequence[int]:
 def indices_of(
     key: Key, shape: Sequence[int], at: Here, layout: Layout, cuts: Sequence = ()
 ) -> Indices:
-    """A rank's part of the whole tensor; `cuts` are what the rank has said of a parameter."""
+    """A rank's part of the whole tensor; `cuts` are what the rank has reported of a parameter."""
     indices, dim = [range(n) for n in shape], None
     name = key.name.split(" of ")[-1].removesuffix(".weight")
     module, rank, size = name.removesuffix(".input").split(".")[-1], at.tp, layout.tp

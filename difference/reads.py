@@ -31,7 +31,7 @@ def keys_seen(one: Compared, both: Comparison) -> str:
     repeats, heads, own = q.shape[1] // k.shape[1], [*one.indices[1]], [*one.indices[2]]
     q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
     piece = q.shape[2] // (2 * trial.layout.cp)
-    said = []
+    sentences = []
     for start in range(0, len(own), piece):
         rows, of_rows = own[start : start + piece], slice(start, start + piece)
         if same(one.got[:, :, of_rows], one.right[:, :, of_rows]):
@@ -43,8 +43,8 @@ def keys_seen(one: Compared, both: Comparison) -> str:
             # An extension can do more than attention does.
             is_plain = keys_of(q[:, :, rows], k, v, one.right[:, :, of_rows], rows[0])
             return why if is_ring and is_plain else ""
-        said.append(f"queries {ranges(rows)} see the keys {seen}, and should see 0-{rows[-1]}")
-    return "; ".join(said[:2])
+        sentences.append(f"queries {ranges(rows)} see the keys {seen}, and should see 0-{rows[-1]}")
+    return "; ".join(sentences[:2])
 
 
 def rows_seen(one: Compared, both: Comparison) -> str:
@@ -179,10 +179,10 @@ def region(one: Compared, both: Comparison) -> str:
             places = [one.indices[dim][i] for i in where] if one.indices else where
             n = len(places)
             which = f"{name if n > 1 else name[:-1]} {ranges(places)} {are(n)}"
-            said = f"{which} {how}, and the others are right{first}"
+            sentence = f"{which} {how}, and the others are right{first}"
             if name == "positions" and one.indices:
-                said += _at_a_border(places, [*one.indices[dim]])
-            regions.setdefault(len(where) / error.shape[dim], said)
+                sentence += _at_a_border(places, [*one.indices[dim]])
+            regions.setdefault(len(where) / error.shape[dim], sentence)
     if regions:
         return regions[min(regions)]
     if one.got.numel() == 1:

@@ -100,10 +100,10 @@ def _on_rank(trial: Trial, text: Text, file: Path) -> None:
             dist.barrier()
         except BaseException as error:
             sys.setprofile(None)
-            said = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # without a place in gloo's source
+            message = re.sub(r"^\[\S+:\d+\] ", "", str(error))  # without a place in gloo's source
             frames = reversed([*traceback.walk_tb(error.__traceback__)])
             stack = [(outer(n), line) for f, line in frames for n in profile.names_of([f])]
-            end = {"problem": f"{type(error).__name__}: {said.partition(chr(10))[0][:150]}"}
+            end = {"problem": f"{type(error).__name__}: {message.partition(chr(10))[0][:150]}"}
             end |= {"stack": stack, "ran": [*reversed(profile.called)][:2]}
             end["lost"] = isinstance(error, RuntimeError) and bool(GLOO.search(str(error)))
         pickle.dump((None, end | {"makers": profile.makers, "senders": profile.senders}), stream)

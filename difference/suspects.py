@@ -72,16 +72,16 @@ QUEUE = ["extensions/overlap/linear:WeightGradients.run"]
 QUEUE += ["extensions/overlap/boundary:_Enter.backward"]
 
 
-def suspects(both: Comparison, said: str) -> list[str]:
+def suspects(both: Comparison, why: str) -> list[str]:
     """The most suspicious functions first, as module:name; of an autograd.Function, the class."""
     one = both.first[0]
-    kind = kind_of(one.key, said)
+    kind = kind_of(one.key, why)
     if kind in TABLE:
-        named = from_table(kind, one, said, both.trial)
-        yours = of_yours(one, both, said, next(filter(is_yours, named), ""))
+        named = from_table(kind, one, why, both.trial)
+        yours = of_yours(one, both, why, next(filter(is_yours, named), ""))
         named = with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
     else:
-        named = that_ran(one, both, said)
+        named = that_ran(one, both, why)
     ran = (name for other in both.all for name in other.ran if name.endswith(".forward"))
     of = {name.replace(".forward", ".backward"): name.removesuffix(".forward") for name in ran}
     # What forward has saved may be what is wrong in backward.
@@ -91,18 +91,18 @@ def suspects(both: Comparison, said: str) -> list[str]:
     return found
 
 
-def kind_of(key: Key, said: str) -> str:
+def kind_of(key: Key, why: str) -> str:
     """The row of the table for a tensor: words of its explanation, or its phase."""
     if re.fullmatch(r"depth \d+ of (tokens|targets)", key.name):
         return "depth"
     if key.name in ("tokens", "targets"):
-        return "borders" if "-100" in said else "positions" if "position" in said else "tokens"
+        return "borders" if "-100" in why else "positions" if "position" in why else "tokens"
     if key.phase == "forward" and key.name.endswith((".core_attention.q", ".core_attention.k")):
         return "rotated"  # the projections before them are right
-    return next((words for words in RELATIONS.get(key.phase, ()) if words in said), key.phase)
+    return next((words for words in RELATIONS.get(key.phase, ()) if words in why), key.phase)
 
 
-def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
+def that_ran(one: Compared, both: Comparison, why: str) -> list[str]:
     """Of an activation or its gradient: what ran since the tensor before."""
     before = [o for o in takewhile(lambda o: o is not one, both.all) if o.at == one.at]
     # By name: 0 for another phase, 1 for this one.
@@ -111,11 +111,11 @@ def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
     alike = [o for o in before if o.key[0] == one.key.step and o.key[3:] == one.key[3:]]
     later = [*dropwhile(lambda o: o.key[1:3] != ("forward", one.key.name), alike)][1:]
     read = [o for o in later if o.key.name != "targets"][:1]
-    elsewhere = [name for key, name in ELSEWHERE.items() if key in said]
+    elsewhere = [name for key, name in ELSEWHERE.items() if key in why]
     is_input = bool(re.fullmatch(rf"{LAYER}\.input", one.key.name))
     words = [*elsewhere, *["Pipeline._arrived"] * is_input]
     words += ["extensions/documents"] * both.trial.workload.document_mask
-    words += pointed_at(said)
+    words += pointed_at(why)
 
     def is_aside(name: str) -> bool:
         return is_helper(name) and name not in words
@@ -145,8 +145,8 @@ def that_ran(one: Compared, both: Comparison, said: str) -> list[str]:
     return [*dict.fromkeys([*with_makers(names, both), *helpers])]
 
 
-def pointed_at(said: str) -> list[str]:
-    return [word for key, words in POINTS.items() if key in said for word in words]
+def pointed_at(why: str) -> list[str]:
+    return [word for key, words in POINTS.items() if key in why for word in words]
 
 
 def is_helper(name: str) -> bool:
@@ -181,7 +181,7 @@ def _before_it(one: Compared, later: list[Compared], both: Comparison) -> list[s
     return [*filter(is_yours, ran)]
 
 
-def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]:
+def of_yours(one: Compared, both: Comparison, why: str, rule: str) -> list[str]:
     """Functions of your own extensions that ran since the phase before: first those that send.
 
     Of the summed gradient of a parameter that your own rule places: functions of the forward.
@@ -200,7 +200,7 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
     yours = [outer(n) for n in ran[:: -1 if rule else 1] if is_yours(n) and n.startswith(folder)]
     idle = (".begin",) * bool(rule) + (".counts", ".measures") * (one.key.phase == "weights")
     yours = [name for name in yours if not name.endswith(idle)]
-    words = pointed_at(said)
+    words = pointed_at(why)
 
     def order(name: str) -> tuple:
         return not any(word in name for word in words), name not in both.senders
@@ -209,17 +209,17 @@ def of_yours(one: Compared, both: Comparison, said: str, rule: str) -> list[str]
     return [*dict.fromkeys([*map(outer, before), *sorted(yours, key=order)])]
 
 
-def parameter_of(name: str, said: str, trial: Trial) -> str:
+def parameter_of(name: str, why: str, trial: Trial) -> str:
     """Of a wrong norm: a parameter whose part is wrong."""
-    yours = re.search(r" your (\w+)", said)
+    yours = re.search(r" your (\w+)", why)
     words = {"of norms": "norm", "the embeddings": "embed_tokens", "routers": ".mlp.gate."}
-    module = yours[1] if yours else next((words[w] for w in words if w in said), "q_proj")
+    module = yours[1] if yours else next((words[w] for w in words if w in why), "q_proj")
     named = (of for of in trial.model_config.parameter_shapes() if module in of)
     return next(named, name) if name == "gradient norm" else name
 
 
-def from_table(kind: str, one: Compared, said: str, trial: Trial) -> list[str]:
-    name = parameter_of(one.key.name, said, trial)
+def from_table(kind: str, one: Compared, why: str, trial: Trial) -> list[str]:
+    name = parameter_of(one.key.name, why, trial)
     is_sharded = trial.layout.sharding != "none" and "norm" not in name
     starts = f"{BUCKETS}._start_complete_buckets data_parallel:Bucket.__init__"
     names = {"sums": f"{UNIT}._finish_reductions {UNIT}.arrived" if is_sharded else starts}
@@ -234,10 +234,10 @@ def from_table(kind: str, one: Compared, said: str, trial: Trial) -> list[str]:
     names["experts"] = "extensions/experts"
     names["forward"] = "pipeline_parallel:Pipeline._forward"
     names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
-    return TABLE[kind].format(**names, place=places_it(name, trial, kind, said)).split()
+    return TABLE[kind].format(**names, place=places_it(name, trial, kind, why)).split()
 
 
-def places_it(name: str, trial: Trial, kind: str, said: str) -> str:
+def places_it(name: str, trial: Trial, kind: str, why: str) -> str:
     """What says where a parameter lies: of the core, or an extension's rule; or what an axis is."""
     layout, config, found = trial.layout, trial.model_config, "placement:_placement"
     shapes, tied = config.parameter_shapes(), config.tie_word_embeddings
@@ -257,7 +257,7 @@ def places_it(name: str, trial: Trial, kind: str, said: str) -> str:
             elif table[name] == new[name]:  # nothing new, where something should be
                 found += f" {function}"
         table |= new
-    missing = re.search(r"of a sum over (\w+): the sum is missing", said)
+    missing = re.search(r"of a sum over (\w+): the sum is missing", why)
     if missing and any(missing[1] in axis.split("_") for axis in table[name].sums):
         return "layout:Layout.grids mesh:rows_of"  # its row has this axis
     return found

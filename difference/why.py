@@ -142,8 +142,8 @@ def _weights_read(c: list[float], labels: list[tuple], one: Compared, both: Comp
     if is_own and not any(same(o.got, one.got) for o in others):  # theirs would be other parts
         over = " and ".join(axis for axis, _ in kept[0])
         return f"is this rank's own part of a sum over {over}: the sum is missing{again}"
-    few, said = (kept, "is {} alone") if len(kept) <= len(lost) else (lost, "lacks {}")
-    return said.format(" and ".join(map(_named, few))) + again
+    few, form = (kept, "is {} alone") if len(kept) <= len(lost) else (lost, "lacks {}")
+    return form.format(" and ".join(map(_named, few))) + again
 
 
 def _named(label: tuple) -> str:
@@ -276,7 +276,7 @@ def _logits(one: Compared, both: Comparison) -> str:
         return ""
     targets = both.whole[one.key._replace(phase="forward", name="targets")]
     at_target = take(targets, one.indices[:2]).flatten()[:, None] == torch.arange(len(weight))
-    is_wrong, said = found.abs() > 1e-6 * found.abs().max(), []
+    is_wrong, sentences = found.abs() > 1e-6 * found.abs().max(), []
     for where, name in ((is_wrong & at_target, "the target"), (is_wrong & ~at_target, "")):
         ids, values = where.any(0).nonzero()[:, 0].tolist(), found[where]
         if not ids:
@@ -287,8 +287,8 @@ def _logits(one: Compared, both: Comparison) -> str:
         is_one = bool((values - much).abs().max() <= 1e-6 * abs(much))
         how = f"is {abs(much):.6g} too {'large' if much > 0 else 'small'}" if is_one else "is wrong"
         at = name or f"id{'s' * (len(ids) > 1)} {ranges(ids)}"
-        said.append(f"{how} at {at}, in {int(where.any(1).sum())} of {len(found)} tokens")
-    return f"the gradient of the logits {', and '.join(said)}"
+        sentences.append(f"{how} at {at}, in {int(where.any(1).sum())} of {len(found)} tokens")
+    return f"the gradient of the logits {', and '.join(sentences)}"
 
 
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]

@@ -20,7 +20,7 @@ WRITERS = (".updated", ".weights_changed", ".begin", ".wrap", ".connect", ".swap
 MOST_GUILTY = 20  # calls that are asked what is wrong
 
 
-def named(both: Comparison, said: str) -> tuple[list[str], str]:
+def named(both: Comparison, why: str) -> tuple[list[str], str]:
     """The guilty function and those that call it, and what is wrong inside.
 
     Without a sentence it is less certain: a right one, too, can make what one process does not.
@@ -63,11 +63,11 @@ def named(both: Comparison, said: str) -> tuple[list[str], str]:
         alike = (call.callers for call in calls if function(call.key.name) == name)
         callers = [*(guilty.callers or chain(*alike))] if guilty.got else []
         others = counting(guilty, calls, both) if TOTAL in guilty.made else []
-        others += [c.key.name for c, said, _ in found if not said][: TOTAL in guilty.made]
+        others += [c.key.name for c, sentence, _ in found if not sentence][: TOTAL in guilty.made]
         others = others or writers(guilty.key.name, both)
         near = [*givers(guilty, at, inside), *callers[:1], *others]
         return functions(name, *near, *callers), what
-    names, what = handed_on(inside, "the sum is missing" in said)
+    names, what = handed_on(inside, "the sum is missing" in why)
     return functions(*names), what
 
 
