@@ -79,29 +79,32 @@ def ranges(numbers: Iterable[int]) -> str:
     return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, first: int) -> str:
-    """The keys that give an output of attention, by pieces; "" if none do.
+def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, pieces: list[range], rows: range) -> str:
+    """The keys that give an output of attention to the queries `rows`, by pieces; "" if none do.
 
-    With e = exp(q k), got (sum w e) = sum w e v is linear in the weights w of the pieces.
+    q and got [H, rows, D], k and v [H, S, D]. With e = exp(q k), got (sum w e) = sum w e v is
+    linear in the weights w of the pieces.
     """
-    piece = q.shape[2]
     e = (q @ k.mT / math.sqrt(q.shape[-1])).exp()
-    starts = range(0, k.shape[2], piece)
-    kinds, columns = [(start, start == first) for start in starts] + [(first, False)], []
-    for start, is_causal in kinds:
-        part = e[..., start : start + piece]
+    has_masks = len(rows) > 1  # a mask leaves one row, or one column, as it is
+    kinds = [(p, mask) for p in pieces for mask in (False, True)[: 1 + (has_masks and len(p) > 1)]]
+    columns = []
+    for piece, is_causal in kinds:
+        part = e[..., piece.start : piece.stop]
         part = part.tril() if is_causal else part
-        value = part @ v[:, :, start : start + piece] - got * part.sum(-1, keepdim=True)
+        value = part @ v[:, piece.start : piece.stop] - got * part.sum(-1, keepdim=True)
         columns.append(value.flatten())
     _, sizes, directions = torch.linalg.svd(torch.stack(columns, 1), full_matrices=False)
-    if sizes[-1] > 1e-8 * sizes[0] or sizes[-2] < 1e-7 * sizes[0]:
+    if len(sizes) < len(kinds) or sizes[-1] > 1e-8 * sizes[0] or sizes[-2] < 1e-7 * sizes[0]:
         return ""
     w = directions[-1]
     w = w / w[w.abs() > 1e-6 * w.abs().max()].abs().min() * w.sum().sign()
     if (w - w.round()).abs().max() > 1e-4 or w.min() < -0.5:
         return ""
     by_mask: dict[str, list[int]] = {}
-    for (start, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
-        how = " without a mask" * (start == first and not is_causal) + f" {n} times" * (n > 1)
-        by_mask.setdefault(how, []).extend(range(start, start + piece) if n else ())
+    for (piece, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
+        is_usual = is_causal == (piece == rows and has_masks)
+        how = "" if is_usual else " with a causal mask" if is_causal else " without a mask"
+        how += f" {n} times" * (n > 1)
+        by_mask.setdefault(how, []).extend(piece if n else ())
     return ", ".join(ranges(keys) + how for how, keys in by_mask.items() if keys)

@@ -1,6 +1,6 @@
 """Reads: a right formula of wrong keys, heads, positions or rows; and where a tensor is wrong."""
 
-from itertools import chain, combinations, product
+from itertools import accumulate, chain, combinations, pairwise, product
 from math import inf
 
 import torch
@@ -11,40 +11,54 @@ from difference.algebra import FITS, keys_of, ranges, same
 from difference.compare import TOLERANCE, Compared, Comparison
 from difference.parts import head_of
 from difference.places import chunk, indices_of, positions, take
-from difference.taps import BIAS
+from difference.taps import BIAS, Key
+from difference.tiny import Trial, text_of
+from difference.whole import batch_of
 from picotron_min.model import rotary_table, rotate
 
 
 def _inputs_of_attention(one: Compared, both: Comparison) -> list[Tensor]:
-    """The whole q, k and v of an output of attention without a document mask; else nothing."""
-    is_output = one.key.name.endswith(".core_attention") and one.key.phase == "forward"
-    if not is_output or both.trial.workload.document_mask:
+    """The whole q, k and v of an output of attention; else nothing."""
+    if not one.key.name.endswith(".core_attention") or one.key.phase != "forward":
         return []
     return [both.whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv"]
+
+
+def _documents(key: Key, trial: Trial) -> list[list[int]]:
+    """Of each sequence of a micro-batch, where its documents begin."""
+    if not trial.workload.document_mask:
+        return [[0]] * trial.workload.micro_batch_size
+    batch = batch_of(trial, text_of(trial), key.step, key.micro_batch, key.dp)
+    return [[*accumulate((0, *lengths[:-1]))] for lengths in batch[3].lengths]
 
 
 def keys_seen(one: Compared, both: Comparison) -> str:
     """Attention to a wrong choice of keys, in pieces of the sequence."""
     if not (inputs := _inputs_of_attention(one, both)):
         return ""
-    trial, (q, k, v) = both.trial, inputs
+    layout, (q, k, v) = both.trial.layout, inputs
     repeats, heads, own = q.shape[1] // k.shape[1], [*one.indices[1]], [*one.indices[2]]
     q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
-    piece = q.shape[2] // (2 * trial.layout.cp)
-    sentences = []
-    for start in range(0, len(own), piece):
-        rows, of_rows = own[start : start + piece], slice(start, start + piece)
-        if same(one.got[:, :, of_rows], one.right[:, :, of_rows]):
-            continue
-        seen = keys_of(q[:, :, rows], k, v, one.got[:, :, of_rows], rows[0])
-        if not seen:
-            why = "no choice of keys gives it: blocks are merged with wrong weights, or are wrong"
-            is_ring = trial.layout.cp > 1 and trial.layout.cp_engine == "ring"
-            # An extension can do more than attention does.
-            is_plain = keys_of(q[:, :, rows], k, v, one.right[:, :, of_rows], rows[0])
-            return why if is_ring and is_plain else ""
-        sentences.append(f"queries {ranges(rows)} see the keys {seen}, and should see 0-{rows[-1]}")
-    return "; ".join(sentences[:2])
+    S = q.shape[2]
+    sentences, why = [], ""
+    for b, borders in enumerate(_documents(one.key, both.trial)):
+        cuts = sorted({*range(0, S, S // (2 * layout.cp)), *borders, S})
+        pieces = [range(*pair) for pair in pairwise(cuts)]
+        for rows in (piece for piece in pieces if piece[0] in own):
+            mine = slice(at := own.index(rows[0]), at + len(rows))
+            got, right = one.got[b, :, mine], one.right[b, :, mine]
+            if same(got, right):
+                continue
+            x, first = q[b, :, rows.start : rows.stop], max(i for i in borders if i <= rows[0])
+            if seen := keys_of(x, k[b], v[b], got, pieces, rows):
+                of = f"queries {ranges(rows)}" + f" of sequence {b}" * (len(borders) > 1)
+                sentences.append(f"{of} see the keys {seen}, and should see {first}-{rows[-1]}")
+            elif keys_of(x, k[b], v[b], right, pieces, rows):  # an extension can do more than this
+                why = (
+                    "no choice of keys gives it: blocks are merged with wrong weights, or are wrong"
+                )
+    is_ring = layout.cp > 1 and layout.cp_engine == "ring"
+    return "; ".join([*dict.fromkeys(sentences)][:2]) or why * is_ring
 
 
 def rows_seen(one: Compared, both: Comparison) -> str:

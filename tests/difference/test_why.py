@@ -13,6 +13,7 @@ from difference.__main__ import run
 from difference.compare import Compared, Comparison
 from difference.parts import head_of, parts_of, products
 from difference.places import here, indices_of, take
+from difference.reads import _documents
 from difference.suspects import suspects
 from difference.taps import RAN, Key, is_yours
 from difference.tiny import tiny_model, trial_of
@@ -369,3 +370,21 @@ def test_only_plain_attention_is_told_to_merge_blocks_wrongly():
     assert "blocks are merged with wrong weights" in explain(wrong, both())
     changed = wrong._replace(right=one.right * (2 + factors))  # by an extension
     assert "blocks are merged" not in explain(changed, both())
+
+
+def test_the_keys_of_a_document_are_told():
+    trial = trial_of(make_config(cp=2, document_mask=True), 1, own_sizes=False)
+    both, key = Comparison(trial, right_whole(trial)), Key(0, "forward", CORE)
+    q, k, v = (both.whole[key._replace(name=f"{CORE}.{x}")] for x in "qkv")
+    right, at, rows = both.whole[key], here(0, trial.layout), range(12, 16)
+    begins = {of[-1]: b for b, of in enumerate(_documents(key, trial)) if 2 <= of[-1] <= 8}
+    first, b = begins.popitem()  # where the last document of this sequence begins
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1)[b] for x in (k, v))
+    scores = q[b, :, 12:] @ k.mT / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(torch.arange(16) > torch.tensor(rows)[:, None], -torch.inf)
+    wrong = right.clone()
+    wrong[b, :, 12:] = scores.softmax(-1) @ v
+    indices = indices_of(key, right.shape, at, trial.layout)
+    one = Compared(key, at, take(wrong, indices), take(right, indices), indices, 1.0, [], [])
+    said = f"queries 12-15 of sequence {b} see the keys 0-15, and should see {first}-15"
+    assert explain(one, both) == said
