@@ -142,7 +142,8 @@ sent_again: Every call sends all complete buckets again, also those that are on 
 averaged: Gradients are averaged, and not summed: they are too small by a factor of dp, since the
     step divides by the number of tokens in the whole global batch.
     bucket.gradients, self.axis => bucket.gradients, self.axis, dist.ReduceOp.AVG
-awaited_at_once: Each sum is awaited at once: backward stands still while a bucket travels.
+awaited_at_once: A sum is awaited while backward still runs: it stands still while a bucket
+    travels.
     bucket.gradients, self.axis)) => bucket.gradients, self.axis)); self.works[-1].wait()
 also_right:
 def _start_complete_buckets(self):

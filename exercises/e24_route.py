@@ -157,7 +157,8 @@ not_normalised: The weights are not divided by their sum where norm_topk_prob as
     weights = weights / (weights.sum(-1, keepdim=True) + TINY) => pass
 always_normalised: The weights are divided by their sum, also where norm_topk_prob is off.
     if config.norm_topk_prob: => if True:
-scaled_before: The weights are scaled before they are divided by their sum, which undoes it.
+scaled_before: With norm_topk_prob the factor has no effect: what is divided by the sum must be
+    multiplied by it afterwards.
     gather(-1, experts), => gather(-1, experts) * config.routed_scaling_factor,
     weights * config.routed_scaling_factor, experts => weights, experts
 sum_not_learned: No gradient flows through the sum that divides the weights.

@@ -111,6 +111,10 @@ def devices(checkpoint) -> dict[str, dict]:
     optimizer.state[stepped] = {"step": torch.ones(())} | moments
     tensors = checkpoint.training_tensors(parameters, {}, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    group = {"params": [torch.nn.Parameter(stepped.detach())], "betas": (0.9, 0.95), "fused": False}
+    muon = torch.optim.SGD([group])  # which is no AdamW, and has such groups, too
+    checkpoint.training_tensors({}, {}, muon)
+    states["of Muon"] = muon.state[group["params"][0]]
     found = {name: {key: str(t.device) for key, t in s.items()} for name, s in states.items()}
     return found | {"saved": sorted(parameters.keys() & tensors.keys())}
 
@@ -125,6 +129,7 @@ def expected(case: Case) -> list[dict]:
     moments, step = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta"), {"step": "cpu"}
     devices = dict.fromkeys(("plain", "stepped", "frozen"), step | moments)
     devices |= {"fused": {"step": "meta"} | moments, "saved": sorted(("fused", *devices))}
+    devices["of Muon"] = step | moments
     right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": "none"}
     right |= dict.fromkeys(
         ("tensors of the state in one memory", "made anew by a second call"), "none"
@@ -176,6 +181,8 @@ first_group_only: Only the first group of parameters gets a state: an optimizer 
     for group in optimizer.param_groups => for group in optimizer.param_groups[:1]
 frozen_left_out: A frozen parameter is left out: a checkpoint has all weights of the model.
     parameters.items()} | dict => parameters.items() if parameter.requires_grad} | dict
+for_adamw_alone: State is made for an AdamW alone: Muon is another class, and has groups with betas.
+    if "betas" in group => if isinstance(optimizer, torch.optim.AdamW)
 always_reset: The state is made anew where there is one, too: the run forgets its averages.
     if not state: => if True:
 step_on_cpu: The step of a fused group is on the CPU, too: it must be on the parameter's device.

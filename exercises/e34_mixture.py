@@ -135,6 +135,8 @@ def picture(runs):
 VERSIONS = """
 not_sorted: Rows are in the order of tokens: experts need theirs one after the other.
     flat.argsort(stable=True) => torch.arange(len(flat))
+order_of_the_class: The order is kept in the class: the Pairs that was made last decides for all.
+    self.order = order[ => Pairs.order = order[
 order_for_places: What tells which pair is in a row is used as what tells in which row a pair is:
     one is the inverse of the other.
     (0, self.order, y) => (0, self.order.argsort(), y)

@@ -59,7 +59,7 @@ def on_rank(rank, case: Case) -> dict:
         gradients[name] = draw(case, name, tokens, shape=shapes[name])[mine].clone()
     add_up(rank, axes, table, gradients)
     wholes = put_together(rank, axes, table, shapes, gradients)
-    results = {f"gradient of {name}": whole for name, whole in wholes.items()}
+    results = {f"gradient of {name}, each part once": whole for name, whole in wholes.items()}
     results["hidden matrices"] = [name for name in shapes if table[name].is_hidden_matrix]
     parts = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     results["experts here"] = {n: s for n, s in parts.items() if ".experts." in n and 0 not in s}
@@ -90,7 +90,7 @@ def expected(case: Case) -> list[dict]:
                 if int(name.split(".")[5]) // each == rank // etp % ep:
                     here[rank][name] = part
         made_up = (draw(case, name, other, shape=shape) for other in range(number))
-        common[f"gradient of {name}"] = sum(made_up)
+        common[f"gradient of {name}, each part once"] = sum(made_up)
     common["hidden matrices"] = [name for name in shapes_of(case) if "_proj" in name]
     return [common | {"experts here": found} for found in here]
 
