@@ -194,7 +194,8 @@ def added_on_ranks(one: Wrong) -> str:
             adds = [got - inside.call_of(call, at).got.get(given, got) for at, got in row.items()]
             for indices in inside.parts(one.got.shape, one.whole.shape, one.at):
                 c = weights_of(sum(adds), [take(one.whole - right.got[given], indices)])
-                if c and c[0] not in (0, 1):
+                is_sure = one.got.numel() > 1 or size_named(c[0] if c else 0, inside.both)
+                if c and c[0] not in (0, 1) and is_sure:
                     much = f"{times(c[0], inside.both)} what one process adds"
                     return f"is wrong: what is added to {given}, summed over {axes}, is {much}"
     return ""

@@ -82,8 +82,10 @@ def suspects(both: Comparison, why: str) -> list[str]:
         named = with_makers([*dict.fromkeys([*filter(is_yours, named), *yours, *named])], both)
     else:
         named = that_ran(one, both, why)
-    ran = (name for other in both.all for name in other.ran if name.endswith(".forward"))
-    of = {name.replace(".forward", ".backward"): name.removesuffix(".forward") for name in ran}
+    ran = {name for other in both.all for name in other.ran}
+    of = {f"{name[:-8]}.backward": name[:-8] for name in ran if name.endswith(".forward")}
+    if one.key.phase != "forward":
+        of |= {f"{of[name]}.forward": of[name] for name in of.keys() & ran}
     # What forward has saved may be what is wrong in backward.
     found: list[str] = []
     for name in dict.fromkeys(of.get(name, name) for name in named):
@@ -116,6 +118,8 @@ def that_ran(one: Compared, both: Comparison, why: str) -> list[str]:
     words = [*elsewhere, *["Pipeline._arrived"] * is_input]
     words += ["extensions/documents"] * both.trial.workload.document_mask
     words += pointed_at(why)
+    is_of_head = one.key[1:3] == ("backward", "model.norm") and "missing" not in why
+    words += ["loss:stripe_loss"] * is_of_head
 
     def is_aside(name: str) -> bool:
         return is_helper(name) and name not in words

@@ -60,4 +60,5 @@ class Watch:
                 yield from self._numbers_of(f"{text}.grad", one.grad)
             is_plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
             if is_plain and one.is_floating_point() and 0 < one.numel() <= MOST_NUMBERS:
-                yield text, one.detach().double()  # numpy has no bfloat16
+                # A copy, since numpy's would fix the size of memory that sharding frees.
+                yield text, one.detach().to(torch.float64, copy=True)

@@ -84,6 +84,9 @@ def test_what_each_rank_adds_to_its_part_of_a_sum_is_said():
     right, sentence = call("f", {"x": X}, result=X + A), "what is added to x, summed over tp, is 2 "
     parts = (X - B, B)
     assert sentence in said(right, *(call("f", {"x": x}, result=x + A) for x in parts), tp=2)
+    right_one, one = call("f", {"x": X[:1, 0]}, result=A[:1, 0]), X[:1, 0] / 2
+    ranks = [call("f", {"x": one}, result=0.7 * A[:1, 0]) for _ in parts]
+    assert "what is added" not in said(right_one, *ranks, tp=2)  # any factor fits one number
     ranks = [call("f", {"x": x}, result=x + A + 1e-6 * MORE) for x in parts]
     assert sentence not in said(right, *ranks, tp=2)
     given = {"x": parts[0], "y": B}, {"x": parts[1]}

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from difference.compare import Comparison
 from difference.taps import BUFFERS, INSIDE, RESULT, Key, Record
 from difference.tiny import trial_of
+from difference.watch import Watch
 from difference.yours import named
 from picotron_min.extensions import build
 from tests.assembled import make_config
@@ -261,6 +263,13 @@ def test_a_variable_of_a_stages_last_layer_is_not_judged():
         for rank, last in ((0, 2 * X), (1, of)):
             ranks[rank][2] = ranks[rank][2]._replace(tensor=last)
         assert names_of(right, *ranks, pp=2) == ["Yours.updated"] * is_judged
+
+
+def test_what_is_noted_can_be_freed():
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    notes = SimpleNamespace(at=Key(0, "", ""), write=lambda key, tensor, ran: tensor.numpy())
+    Watch(notes)("call", f"{YOURS}:f", {"weight": weight})
+    weight.untyped_storage().resize_(0)  # as sharding does
 
 
 def test_what_counts_is_named_behind_the_counts():

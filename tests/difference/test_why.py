@@ -336,6 +336,12 @@ def test_yours_that_ran_long_before_are_named_first(monkeypatch):
     updated = seen("loss", "loss", 0, "x", "begin", "weights_changed")
     found = named("", updated, seen("forward", mlp, 1, "adapted"))
     assert found[:2] == [f"{ADAPTER}.weights_changed", f"{ADAPTER}.begin"]
+    # Of an autograd.Function whose backward has run, the class, where a gradient is wrong.
+    ran = seen("forward", mlp, 0, "forward"), seen("backward", mlp, 0, "backward")
+    assert named("", *ran, seen("backward", norm, 0))[0] == ADAPTER
+    assert named("", *ran, seen("forward", mlp, 0, "forward"))[0] == f"{ADAPTER}.forward"
+    last = right(*LAST_NORM)._replace(ran=["loss:f", "loss:stripe_loss"])
+    assert named("", last)[0] == "loss:stripe_loss" != named("the sum is missing", last)[0]
     square = right(*2 * ("gradient norm",))
     assert named("its square lacks", square)[0] == "placement:_placement"
     assert "counted_once" in named("the targets, which divide it,", square)[0]
