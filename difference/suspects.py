@@ -32,6 +32,7 @@ TABLE = {
     ") times": "{builds} {place} {sums}",
     "over pp": "{place} pipeline_schedule:ends_share_rank {builds}",
     "missing": "{place} {builds} {sums}",
+    "missing, though its row has it": "{builds} {begins} layout:Layout.grids mesh:rows_of {sums}",
     "loss": "train:train_step parallelize:ParallelModel.counted_once {forward}",
     "gradient norm": "optimizer:measure_gradient {place} parallelize:ParallelModel.counted_once",
     "square": "{place} optimizer:measure_gradient parallelize:ParallelModel.counted_once",
@@ -227,6 +228,7 @@ def from_table(kind: str, one: Compared, why: str, trial: Trial) -> list[str]:
     is_sharded = trial.layout.sharding != "none" and "norm" not in name
     starts = f"{BUCKETS}._start_complete_buckets data_parallel:Bucket.__init__"
     names = {"sums": f"{UNIT}._finish_reductions {UNIT}.arrived" if is_sharded else starts}
+    names["begins"] = names["sums"].split()[0]
     names["buckets"] = UNIT if is_sharded else BUCKETS
     builds = "extensions/sharding/extension:Sharding._unit"
     names["builds"] = builds if is_sharded else "data_parallel:build_buckets"
@@ -238,11 +240,13 @@ def from_table(kind: str, one: Compared, why: str, trial: Trial) -> list[str]:
     names["experts"] = "extensions/experts"
     names["forward"] = "pipeline_parallel:Pipeline._forward"
     names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
-    return TABLE[kind].format(**names, place=places_it(name, trial, kind, why)).split()
+    place = places_it(name, trial, kind, why)
+    kind += ", though its row has it" * (not place)
+    return TABLE[kind].format(**names, place=place).split()
 
 
 def places_it(name: str, trial: Trial, kind: str, why: str) -> str:
-    """What says where a parameter lies: of the core, or an extension's rule; or what an axis is."""
+    """What places a parameter: of the core, or an extension's rule; none whose sum is missing."""
     layout, config, found = trial.layout, trial.model_config, "placement:_placement"
     shapes, tied = config.parameter_shapes(), config.tie_word_embeddings
     rows = {of: placement._placement(of, layout, tied) for of in shapes}
@@ -263,5 +267,5 @@ def places_it(name: str, trial: Trial, kind: str, why: str) -> str:
         table |= new
     missing = re.search(r"of a sum over (\w+): the sum is missing", why)
     if missing and any(missing[1] in axis.split("_") for axis in table[name].sums):
-        return "layout:Layout.grids mesh:rows_of"  # its row has this axis
+        return ""  # its row has this axis
     return found
