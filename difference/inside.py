@@ -1,4 +1,4 @@
-"""Inside: what your own functions compute, beside the same functions in one process.
+"""Inside: what your own functions, and the router's, compute beside the same in one process.
 
 The course's model has taps at known places. Of a function of your extension nothing is known but
 its tensors: those that it gets and makes are noted in both runs. A rank's tensor is right where the

@@ -39,6 +39,7 @@ INSIDE = "inside"  # a phase of tensors of your own functions: see inside.py
 # Folders and files of extensions/; others are yours.
 OURS = "build documents experts kernels memory multi_token optimizers overlap precision qk_norm "
 OURS += "schedules settings sharding"
+ROUTER = "extensions/experts/router:"  # its functions are watched as yours are
 MOST_NUMBERS = 100_000  # of a tensor that is noted
 RESULT = "the result"
 Tap = Callable[[Sequence[str], Tensor], None]
@@ -199,7 +200,7 @@ class Profile:
 
     def event(self, frame, event: str, result: object) -> None:
         name = self._name(frame.f_code) if event in ("call", "return") else None
-        if name and self.watch and is_yours(name):
+        if name and self.watch and (is_yours(name) or name.startswith(ROUTER)):
             values = frame.f_locals | ({RESULT: result} if event == "return" else {})
             self.watch(event, name, values)
         if event == "call" and name:

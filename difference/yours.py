@@ -61,7 +61,7 @@ def named(both: Comparison, why: str) -> tuple[list[str], str]:
         name = function(guilty.key.name)
         # Autograd calls it in backward; it may have been given something in forward.
         alike = (call.callers for call in calls if function(call.key.name) == name)
-        callers = [*(guilty.callers or chain(*alike))] if guilty.got else []
+        callers = [*(guilty.callers or chain(*alike))] if guilty.got and is_yours(name) else []
         others = counting(guilty, calls, both) if TOTAL in guilty.made else []
         others += [c.key.name for c, sentence, _ in found if not sentence][: TOTAL in guilty.made]
         others = others or writers(guilty.key.name, both)

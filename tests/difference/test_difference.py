@@ -205,6 +205,14 @@ KNOWN += [
         "look at      extensions/experts/router:RoutingCounts.update_biases",
     ),
     (
+        "extensions/experts/router.py",
+        "counts = self.sum_over_sequences(counts)",
+        "counts = counts + 0",
+        {"cp": 2, **EXPERTS, "moe_seq_aux_loss_coeff": 0.1},
+        "experts/router:Router._balance: counts is a part of a sum over cp; ",
+        "look at      extensions/experts/router:Router._balance, ",
+    ),
+    (
         "extensions/multi_token/targets.py",
         "rows[:, batches.positions + ahead]",
         "rows[:, ahead : ahead + len(batches.positions)]",
