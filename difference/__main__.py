@@ -12,11 +12,12 @@ import torch
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, suspects
-from difference.taps import RAN, Key, is_yours, outer
+from difference.taps import RAN, Key, is_yours, name_of, outer
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
 from difference.yours import named
+from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.runtime.config_file import load_config
 
 MOST = 3  # reasons, names and functions that are printed
@@ -90,6 +91,8 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
             yield f"             all {count} that were recorded before are right"
             stack = [name for name, _ in runs[rank].stack]
             queue = QUEUE * ("gradients are missing" in runs[rank].problem)
+            if "pipeline_messages:insert_messages" in stack:  # of a plan that cannot run
+                queue = [name_of(SCHEDULES[both.trial.layout.pp_engine].plan)]
             ran = map(outer, runs[rank].ran)
             yield _look_at([*dict.fromkeys([*queue, *stack[:1], *ran, *stack[1:]])])
     elif not both.first:

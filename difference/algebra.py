@@ -86,9 +86,9 @@ def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, pieces: list[range], r
     linear in the weights w of the pieces.
     """
     e = (q @ k.mT / math.sqrt(q.shape[-1])).exp()
-    has_masks = len(rows) > 1  # a mask leaves one row, or one column, as it is
-    kinds = [(p, mask) for p in pieces for mask in (False, True)[: 1 + (has_masks and len(p) > 1)]]
-    columns = []
+    has_masks, columns = len(rows) > 1, []  # one query sees its own piece whole
+    kinds = [(piece, False) for piece in pieces]
+    kinds += [(piece, True) for piece in pieces if has_masks and len(piece) > 1]
     for piece, is_causal in kinds:
         part = e[..., piece.start : piece.stop]
         part = part.tril() if is_causal else part
@@ -103,7 +103,7 @@ def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, pieces: list[range], r
         return ""
     by_mask: dict[str, list[int]] = {}
     for (piece, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
-        is_usual = is_causal == (piece == rows and has_masks)
+        is_usual = is_causal == (piece == rows and has_masks)  # of its own piece the earlier keys
         how = "" if is_usual else " with a causal mask" if is_causal else " without a mask"
         how += f" {n} times" * (n > 1)
         by_mask.setdefault(how, []).extend(piece if n else ())

@@ -99,6 +99,7 @@ def _why_scaled(one: Wrong) -> str:
 
 
 def of_another(one: Wrong) -> str:
+    """Another rank's part of it."""
     ranks = one.inside.both.ranks if one.got.shape != one.whole.shape else ()
     owners = (at for at in ranks if one.inside.has_part(one.got, one.whole, at))
     return next((f"is the part of {at}" for at in owners), "")

@@ -60,7 +60,8 @@ class Inside:
     def _before_the_first(self) -> tuple[list, list, list]:
         """Calls that can have made the first wrong tensor: up to the last right tap, and since.
 
-        And those of a later step since its update, which may have read what that had left wrong.
+        And, if it is in a later step, calls of this step: they may have read what an update had
+        left wrong.
         """
         first, before, since, late = self.both.first[0].key, [], [], []
         at_once = next((phases for phases in AT_ONCE if first.phase in phases), ())
@@ -70,9 +71,9 @@ class Inside:
             rights = (o.when for o in mine if o.when < end and o.key.phase not in at_once)
             last_right = max(rights, default=0)
             for call in self.calls[at.rank]:
+                is_late = first.step and call.key.step == first.step
                 if call.when < end:
-                    of = since if call.when > last_right else before
-                    of = late if call.key.step == first.step > 0 else of
+                    of = late if is_late else since if call.when > last_right else before
                     of.append((call, at))
             if end < inf and not first.step:  # those that still run: what they gave to others
                 until = calls_of(self.both.runs[at.rank][:end])
@@ -92,6 +93,7 @@ class Inside:
             yield from before
 
     def guilty_later(self) -> Iterator[tuple[Call, Here]]:
+        """Those of a later step: they count where no update is guilty."""
         yield from (pair for pair in self.late if self._is_guilty(*pair))
 
     def _is_guilty(self, call: Call, at: Here) -> bool:
@@ -113,10 +115,12 @@ class Inside:
         known = {v: t for v, t in call.made.items() if v not in kept or v in call.got.keys() - old}
         rights = [right.made for right in self.right_calls if right.key == call.key]
         known = {v: t for v, t in known.items() if self.is_comparable(t, v, rights, at)}
-        return {v: t for v, t in known.items() if v in kept or not self._is_of_a_layer(v, call, at)}
+        return {
+            v: t for v, t in known.items() if v in kept or not self._is_right_elsewhere(v, call, at)
+        }
 
-    def _is_of_a_layer(self, variable: str, call: Call, at: Here) -> bool:
-        """A variable of a loop over a stage's layers: of its last one, which is right elsewhere."""
+    def _is_right_elsewhere(self, variable: str, call: Call, at: Here) -> bool:
+        """On another stage: a loop over a stage's layers leaves a variable of its last layer."""
         stages = [o for o in self.both.ranks if o[2:] == at[2:] and o.pp != at.pp]
         others = [(self.call_of(call, o), o) for o in stages if call.key.name.endswith(AFTER)]
         sides = ((variable, c.made[variable], c, o) for c, o in others if c and variable in c.made)
@@ -135,7 +139,7 @@ class Inside:
         for axes, row in self.rows(tensor, variable, call, at):
             are_alike = tensor.numel() > 1 and all(same(t, tensor) for t in row.values())
             for name in reductions or ("sum",):
-                if are_alike and name == "sum":  # ones that are divided add up to ones
+                if are_alike and name == "sum":  # divided ones add up to ones by accident
                     continue
                 # Each rank's is a mean of its layers, and stages may have unlike numbers of them.
                 times = self.num_layers_of if name == "mean" and "pp" in axes else {}

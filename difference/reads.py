@@ -16,6 +16,8 @@ from difference.tiny import Trial, text_of
 from difference.whole import batch_of
 from picotron_min.model import rotary_table, rotate
 
+MERGED = "no choice of keys gives it: blocks are merged with wrong weights, or are wrong"
+
 
 def _inputs_of_attention(one: Compared, both: Comparison) -> list[Tensor]:
     """The whole q, k and v of an output of attention; else nothing."""
@@ -33,14 +35,14 @@ def _documents(key: Key, trial: Trial) -> list[list[int]]:
 
 
 def keys_seen(one: Compared, both: Comparison) -> str:
-    """Attention to a wrong choice of keys, in pieces of the sequence."""
+    """Attention to a wrong choice of keys, in pieces that ranks and documents cut."""
     if not (inputs := _inputs_of_attention(one, both)):
         return ""
     layout, (q, k, v) = both.trial.layout, inputs
     repeats, heads, own = q.shape[1] // k.shape[1], [*one.indices[1]], [*one.indices[2]]
     q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
-    S = q.shape[2]
-    sentences, why = [], ""
+    found: dict[tuple[str, str], list[int]] = {}  # in which sequences
+    S, why = q.shape[2], ""
     for b, borders in enumerate(_documents(one.key, both.trial)):
         cuts = sorted({*range(0, S, S // (2 * layout.cp)), *borders, S})
         pieces = [range(*pair) for pair in pairwise(cuts)]
@@ -51,14 +53,17 @@ def keys_seen(one: Compared, both: Comparison) -> str:
                 continue
             x, first = q[b, :, rows.start : rows.stop], max(i for i in borders if i <= rows[0])
             if seen := keys_of(x, k[b], v[b], got, pieces, rows):
-                of = f"queries {ranges(rows)}" + f" of sequence {b}" * (len(borders) > 1)
-                sentences.append(f"{of} see the keys {seen}, and should see {first}-{rows[-1]}")
+                sees = f"see the keys {seen}, and should see {first}-{rows[-1]}"
+                found.setdefault((f"queries {ranges(rows)}", sees), []).append(b)
             elif keys_of(x, k[b], v[b], right, pieces, rows):  # an extension can do more than this
-                why = (
-                    "no choice of keys gives it: blocks are merged with wrong weights, or are wrong"
-                )
-    is_ring = layout.cp > 1 and layout.cp_engine == "ring"
-    return "; ".join([*dict.fromkeys(sentences)][:2]) or why * is_ring
+                why = MERGED * (layout.cp > 1 and layout.cp_engine == "ring")
+    few = [*found.items()][:2]
+    few = [(*texts, _of_sequences(of) * (len(of) < len(q))) for texts, of in few]
+    return "; ".join(f"{queries}{of} {sees}" for queries, sees, of in few) or why
+
+
+def _of_sequences(numbers: list[int]) -> str:
+    return f" of sequence{'s' * (len(numbers) > 1)} {ranges(numbers)}"
 
 
 def rows_seen(one: Compared, both: Comparison) -> str:
@@ -79,7 +84,7 @@ def rows_seen(one: Compared, both: Comparison) -> str:
 
 
 def key_heads(one: Compared, both: Comparison) -> str:
-    """Attention of query heads to wrong key heads."""
+    """Attention of query heads to wrong key heads; of documents none is found."""
     if not (inputs := _inputs_of_attention(one, both)):
         return ""
     q, k, v = inputs

@@ -24,7 +24,8 @@ TABLE = {
     "depth": "extensions/multi_token/targets:look_ahead {reads} data:Batches._places",
     "borders": "{reads} data:Batches._places",  # of documents
     "positions": "{positions} data:Batches._read data:Batches._places",
-    "rotated": "{stage} {reads} model:rotary_table {positions}",
+    "rotated as": "{stage} {reads} model:rotary_table {positions}",
+    "not at all": "model:SelfAttention.forward {stage} {forward} {reads}",
     "summed gradient": "{place} {sums}",
     "the step before": "{buckets}.begin {sums}",
     "micro-batch ": "{buckets}.arrived {sums} {place}",
@@ -46,6 +47,7 @@ TABLE = {
 }
 # Phases -> words of an explanation that have a row of their own.
 RELATIONS = {
+    "forward": ("not at all", "rotated as"),
     "gradient norm": ("square", "targets"),
     "summed gradient": ("the step before", "micro-batch ", "over pp", "(1/", ") times", "missing"),
 }
@@ -84,10 +86,10 @@ def suspects(both: Comparison, why: str) -> list[str]:
     else:
         named = that_ran(one, both, why)
     ran = {name for other in both.all for name in other.ran}
-    of = {f"{name[:-8]}.backward": name[:-8] for name in ran if name.endswith(".forward")}
-    if one.key.phase != "forward":
-        of |= {f"{of[name]}.forward": of[name] for name in of.keys() & ran}
-    # What forward has saved may be what is wrong in backward.
+    classes = {n.removesuffix(".forward") for n in ran if n.endswith(".forward")}
+    of = {f"{name}.backward": name for name in classes}
+    if one.key.phase != "forward":  # what forward has saved may be what is wrong in backward
+        of |= {f"{name}.forward": name for name in classes if f"{name}.backward" in ran}
     found: list[str] = []
     for name in dict.fromkeys(of.get(name, name) for name in named):
         found += [name] * (name.removesuffix(".forward") not in found)
@@ -100,8 +102,6 @@ def kind_of(key: Key, why: str) -> str:
         return "depth"
     if key.name in ("tokens", "targets"):
         return "borders" if "-100" in why else "positions" if "position" in why else "tokens"
-    if key.phase == "forward" and key.name.endswith((".core_attention.q", ".core_attention.k")):
-        return "rotated"  # the projections before them are right
     return next((words for words in RELATIONS.get(key.phase, ()) if words in why), key.phase)
 
 
@@ -241,12 +241,15 @@ def from_table(kind: str, one: Compared, why: str, trial: Trial) -> list[str]:
     names["forward"] = "pipeline_parallel:Pipeline._forward"
     names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
     place = places_it(name, trial, kind, why)
-    kind += ", though its row has it" * (not place)
-    return TABLE[kind].format(**names, place=place).split()
+    row = TABLE[kind if place else "missing, though its row has it"]
+    return row.format(**names, place=place).split()
 
 
 def places_it(name: str, trial: Trial, kind: str, why: str) -> str:
-    """What places a parameter: of the core, or an extension's rule; none whose sum is missing."""
+    """What places a parameter: the core, or an extension's rule; "" if its row is right.
+
+    That is: if a sum of its gradient is missing whose axis the row has.
+    """
     layout, config, found = trial.layout, trial.model_config, "placement:_placement"
     shapes, tied = config.parameter_shapes(), config.tie_word_embeddings
     rows = {of: placement._placement(of, layout, tied) for of in shapes}
@@ -265,7 +268,6 @@ def places_it(name: str, trial: Trial, kind: str, why: str) -> str:
             elif table[name] == new[name]:  # nothing new, where something should be
                 found += f" {function}"
         table |= new
-    missing = re.search(r"of a sum over (\w+): the sum is missing", why)
-    if missing and any(missing[1] in axis.split("_") for axis in table[name].sums):
-        return ""  # its row has this axis
-    return found
+    missing = kind == "missing" and re.search(r"of a sum over (\w+): the sum is missing", why)
+    has_it = missing and any(missing[1] in axis.split("_") for axis in table[name].sums)
+    return "" if has_it else found

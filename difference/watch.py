@@ -60,5 +60,5 @@ class Watch:
                 yield from self._numbers_of(f"{text}.grad", one.grad)
             is_plain = type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu"
             if is_plain and one.is_floating_point() and 0 < one.numel() <= MOST_NUMBERS:
-                # A copy, since numpy's would fix the size of memory that sharding frees.
+                # A copy: numpy would pin the memory of the tensor, and sharding frees it.
                 yield text, one.detach().to(torch.float64, copy=True)

@@ -21,10 +21,7 @@ MOST_GUILTY = 20  # calls that are asked what is wrong
 
 
 def named(both: Comparison, why: str) -> tuple[list[str], str]:
-    """The guilty function and those that call it, and what is wrong inside.
-
-    Without a sentence it is less certain: a right one, too, can make what one process does not.
-    """
+    """The guilty function, what it depends on, who calls it, and what is wrong inside."""
     if not any(record.key.phase == INSIDE for record in chain(*both.runs)):
         return [], ""
     inside = Inside(both)
@@ -41,7 +38,7 @@ def named(both: Comparison, why: str) -> tuple[list[str], str]:
         return [*dict.fromkeys(map(function, names))]
 
     def with_sentences(guilty: Iterator) -> list[tuple[Call, str, Here]]:
-        """Without one it may be a right function that makes what one process does not."""
+        """Those with a sentence first: a right call, too, can make what one process does not."""
         few = islice(guilty, MOST_GUILTY)
         found = [(call, what_is_wrong(call, at, inside), at) for call, at in few]
         return sorted(found, key=lambda one: not one[1])
@@ -74,12 +71,16 @@ def named(both: Comparison, why: str) -> tuple[list[str], str]:
 def givers(guilty: Call, at: Here, inside: Inside) -> list[str]:
     """Who has made what the guilty call gets, where it is a part of a sum."""
     got = [t for t in guilty.got.values() if inside.place(t, guilty, at) is None]
-    calls = [call for call in inside.calls[at.rank] if RESULT in call.made]
-    return [c.key.name for c in calls if any(same(c.made[RESULT], t) for t in got)]
+
+    def gives(call: Call) -> bool:
+        results = [t for v, t in call.made.items() if v.startswith(RESULT)]
+        return any(same(result, t) for result in results for t in got)
+
+    return [call.key.name for call in inside.calls[at.rank] if gives(call)]
 
 
 def writers(name: str, both: Comparison) -> list[str]:
-    """The method that has last written what the object of a method keeps, if it has one."""
+    """Of a method's class the last of WRITERS that ran after the step before, or in the build."""
     of, first = name.rpartition(".")[0], both.first[0].key
     phases = ("loss", first.step - 1) if first.step else ("initial", 0)
     ran = {n for o in both.all if (o.key.phase, o.key.step) == phases for n in o.ran}

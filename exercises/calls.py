@@ -26,7 +26,10 @@ SHORT = 70  # characters of an argument that is shown
 
 
 def content_of(value: Any, depth: int = 2) -> Any:
-    """A copy that can be compared and shown; of another object its text, with the object's kind."""
+    """A copy that can be compared and shown; of another object its text, with the object's kind.
+
+    Beside work in a list or tuple, tensors have no numbers yet.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone()
     if value is None or isinstance(value, str | int | float | slice | np.ndarray | np.generic):
@@ -36,7 +39,7 @@ def content_of(value: Any, depth: int = 2) -> Any:
         return {_key(key, i): content_of(part, depth) for i, (key, part) in items}
     if type(value) in (list, tuple, range, Size):  # not a named tuple, nor a queue that is a list
         parts = [content_of(part, depth) for part in value]
-        if any(_kind(part) == WORK for part in parts):  # numbers are there when it is awaited
+        if any(_kind(part) == WORK for part in parts):
             parts = [part.to("meta") if isinstance(part, Tensor) else part for part in parts]
         return tuple(parts) if isinstance(value, tuple) else parts
     if hasattr(value, "wait"):  # of any class, also a student's own
@@ -141,14 +144,20 @@ class Calls:
                 self.noted[rank].append(call)
                 return result
 
+            def noted_at_its_end(result: Iterator) -> Iterator:
+                items = []
+                for item in result:
+                    items.append(content_of(item))
+                    yield item
+                noted("yielded", items)
+
             self.within.add(rank)
             try:
                 result = function(*args, **options)
             finally:
                 self.within.discard(rank)
             noted("returned", result)
-            is_iterator = isinstance(result, GeneratorType)
-            return (noted("yielded", item) for item in result) if is_iterator else result
+            return noted_at_its_end(result) if isinstance(result, GeneratorType) else result
 
         return watched
 

@@ -92,8 +92,8 @@ def outcome_of(
 ) -> Outcome:
     """Run all cases, or those at some places, with the definition in a student's text.
 
-    `forgets`: a function is made anew for each call, so that it keeps nothing. `is_watched`: its
-    calls are noted.
+    `forgets`: a function, or a method, is made anew for each call, so that it keeps nothing.
+    `is_watched`: its calls are noted.
     """
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
     watch = calls.watch if is_watched else lambda definition: definition

@@ -50,7 +50,7 @@ def course_with(
 ) -> Iterator[Course]:
     """Within, the course is imported anew, with the definition that a student's file has.
 
-    `forgets`: a function is made anew for each call, with all that the file defines beside it.
+    `forgets`: a function, or a method, is made anew for each call, with all that the file defines.
     BadFile where the file cannot be used; whatever its own code raises when it is imported.
     """
     tree = source.parse(exercise, text)
@@ -101,11 +101,12 @@ def import_with(
 
         def defined(name: str) -> Any:
             found = _defined(name, tree, path, names, helpers, exercise)
-            for key, member in vars(found).items() if forgets and isinstance(found, type) else ():
-                if isinstance(member, FunctionType):
-                    setattr(found, key, renewed(member, lambda key=key: vars(again(name))[key]))
             if forgets and isinstance(found, FunctionType):
                 found = renewed(found, lambda: again(name))
+            elif forgets:
+                for key, member in [*vars(found).items()]:
+                    if isinstance(member, FunctionType):
+                        setattr(found, key, renewed(member, lambda key=key: vars(again(name))[key]))
             return watch(found)
 
         def renewed(function: FunctionType, make: Callable) -> FunctionType:

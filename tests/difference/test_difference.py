@@ -190,7 +190,7 @@ KNOWN += [
         "j * width + right), q == k",
         "j * width + right), i == j",
         {"cp": 2, "document_mask": True},
-        "rank 1: queries 4-7 see the keys 0-3 with a causal mask, and should see 0-7",
+        "rank 1: queries 4-7 of sequences 0-2 see the keys 0-3 with a causal mask, and should see",
         "look at      extensions/documents/attention:_DocumentRing.forward",
     ),
 ]

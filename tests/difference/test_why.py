@@ -342,7 +342,11 @@ def test_yours_that_ran_long_before_are_named_first(monkeypatch):
     assert named("", *ran, seen("forward", mlp, 0, "forward"))[0] == f"{ADAPTER}.forward"
     last = right(*LAST_NORM)._replace(ran=["loss:f", "loss:stripe_loss"])
     assert named("", last)[0] == "loss:stripe_loss" != named("the sum is missing", last)[0]
+    missing = "it is this rank's own part of a sum over dp: the sum is missing"
+    assert named(missing, right("loss", "loss"))[0] == "train:train_step"
+    assert named(missing, right(*SUM))[:1] == ["data_parallel:build_buckets"]
     square = right(*2 * ("gradient norm",))
+    assert named(f"its square is {missing}", square)[:1] == ["placement:_placement"]
     assert named("its square lacks", square)[0] == "placement:_placement"
     assert "counted_once" in named("the targets, which divide it,", square)[0]
 

@@ -368,7 +368,6 @@ def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_with
     assert [(call.name.rpartition(".")[2], call.verb) for call in found] == [
         ("down", "returned"),
         ("down", "yielded"),
-        ("down", "yielded"),
         ("up", "returned"),
     ]
     assert not calls.take()
