@@ -22,6 +22,10 @@ class Call(NamedTuple):
     when: int  # the place of its end among its rank's records
     ended: bool = False
 
+    def is_in(self, methods: tuple[str, ...]) -> bool:
+        """Whether it is a call of one of these methods, or within one."""
+        return any(name.endswith(methods) for name in (self.key.name, *self.callers))
+
 
 def calls_of(records: Sequence[Record]) -> list[Call]:
     """In the order in which they have returned."""

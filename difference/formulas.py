@@ -29,6 +29,8 @@ def what_is_wrong(call: Call, at: Here, inside: Inside) -> str:
         dims, is_kept = inside.place(tensor, call, at), variable.startswith("self.")
         if dims is None and (part := inside.part_of(tensor, variable, call, at)):
             sums += [(tensor.shape, f"{variable} is a part of {part}")] * (not is_kept)
+        elif dims is None and inside.is_right(variable, tensor, call, at):
+            continue
         elif dims is None and (how := how_wrong(tensor, variable, call, at, inside)):
             formulas.append(f"{variable} {how}")
         elif dims is None:

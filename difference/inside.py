@@ -72,7 +72,8 @@ class Inside:
             last_right = max(rights, default=0)
             for call in self.calls[at.rank]:
                 is_late = first.step and call.key.step == first.step
-                if call.when < end:
+                is_after = first.phase in ("loss", "gradient norm") and call.is_in(AFTER)
+                if call.when < end and not (is_after and call.key.step == first.step):
                     of = late if is_late else since if call.when > last_right else before
                     of.append((call, at))
             if end < inf and not first.step:  # those that still run: what they gave to others
@@ -131,15 +132,20 @@ class Inside:
         return not wholes or any([*self.parts(tensor.shape, of, at)] for of in wholes)
 
     def is_right(self, variable: str, tensor: Tensor, call: Call, at: Here) -> bool:
+        # What is handed on may be a part of whatever the other function reduces it to.
+        given = call.got.get(variable)
+        reductions = REDUCTIONS if " of " in variable else ("sum",)
+        if given is not None and same(given, tensor):
+            reductions = "sum", "maximum"
         is_there = self.place(tensor, call, at) is not None
-        return is_there or bool(self.part_of(tensor, variable, call, at))
+        return is_there or bool(self.part_of(tensor, variable, call, at, *reductions))
 
     def part_of(self, tensor: Tensor, variable: str, call: Call, at: Here, *reductions: str) -> str:
         """Of what it is a rank's part: "a sum over tp"; the reduction gives a right tensor."""
         for axes, row in self.rows(tensor, variable, call, at):
             are_alike = tensor.numel() > 1 and all(same(t, tensor) for t in row.values())
             for name in reductions or ("sum",):
-                if are_alike and name == "sum":  # divided ones add up to ones by accident
+                if are_alike and "sum" in name:  # divided ones add up to ones by accident
                     continue
                 # Each rank's is a mean of its layers, and stages may have unlike numbers of them.
                 times = self.num_layers_of if name == "mean" and "pp" in axes else {}

@@ -243,9 +243,10 @@ def own_of(keeper: object) -> Iterator[tuple[str, object]]:
 
 
 def buffers_of_yours(models: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """The course has no buffers but the biases of routers, which are compared."""
-    buffers = (named for model in models for named in model.named_buffers())
-    return {n: b for n, b in buffers if b.is_floating_point() and not n.endswith(BIAS)}
+    """Also tensors that are plain attributes; the course has but the biases of routers."""
+    modules = [named for model in models for named in model.named_modules()]
+    kept = [(f"{n}.{of}", b) for n, m in modules for of, b in own_of(m) if type(b) is Tensor]
+    return {n: b for n, b in kept if b.is_floating_point() and not n.endswith(BIAS)}
 
 
 def numbers_of(model: nn.Module) -> dict[str, Tensor]:

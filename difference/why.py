@@ -157,10 +157,12 @@ def _own_part(one: Compared, both: Comparison) -> str:
     rest, alike = parts_of(one, both).get(REST), _on_ranks(one, both)
     for axes, ranks in along(one.at, alike):
         row = [alike[at] for at in ranks]
+        are_equal = all(same(one.got, got) for got in row)
         whats = (("it", one.right), ("what your extension adds", rest))
         for (what, of), (name, reduce) in product(whats, REDUCTIONS.items()):
             if (
                 of is not None
+                and not (are_equal and "root" in name)  # any factor would be one of some n ranks
                 and all(t.shape == of.shape for t in row)
                 and same(reduce([got - (one.right - of) for got in row]), of)
             ):

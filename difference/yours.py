@@ -10,6 +10,7 @@ from difference.calls import TOTAL, Call
 from difference.compare import Comparison
 from difference.formulas import what_is_wrong
 from difference.inside import Inside
+from difference.parts import REST, parts_of
 from difference.places import Here, along, take
 from difference.suspects import with_makers
 from difference.taps import BUFFERS, INSIDE, NUMBERS, RESULT, Key, is_yours, outer
@@ -173,10 +174,15 @@ def by_a_number(key: Key, row: list[tuple[Here, Tensor]], inside: Inside) -> boo
 
 def handed_on(inside: Inside, is_missing: bool) -> tuple[list[str], str]:
     """Of a wrong gradient: functions that lack a sum in backward; perhaps what tells it."""
-    one, calls = inside.both.first[0], [*chain(*inside.calls)]
+    one, calls = inside.both.first[0], [call for call, _ in inside.before + inside.since]
     if one.key.phase != "backward":
         return [], ""
     if is_missing:
+        rest = parts_of(one, inside.both).get(REST, one.right)
+        own = one.got - (one.right - rest)  # what this rank has of the sum
+        results = ((c, t) for c in calls for v, t in c.made.items() if v.startswith(RESULT))
+        if makers := [c.key.name for c, t in results if same(t, own)]:
+            return makers, "what it returns is the part whose sum is missing"
         # What each rank computes with a tensor that all have alike begins with a copy.
         others = {call.key.name for call in calls if not copied(call)}
         if copies := [call.key.name for call in calls if call.key.name not in others]:

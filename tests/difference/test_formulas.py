@@ -109,6 +109,7 @@ def test_equal_numbers_on_each_rank_are_no_parts_of_a_sum():
     ones = torch.ones(8, dtype=torch.float64)
     assert "the result is 0.5 (1/tp) times" in of_results(ones, ones / 2, ones / 2)
     assert not of_results(ones[:1], ones[:1] / 2, ones[:1] / 2)  # such as a count
+    assert "root" not in of_results(ones, *2 * (ones / 2**0.5,))
 
 
 def test_of_two_ranks_one_of_which_has_all_nothing_is_a_maximum():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from difference.compare import Comparison
-from difference.taps import BUFFERS, INSIDE, RESULT, Key, Record
+from difference.taps import BUFFERS, INSIDE, RESULT, Key, Record, buffers_of_yours
 from difference.tiny import trial_of
 from difference.watch import Watch
 from difference.yours import named
@@ -144,6 +144,12 @@ WRONG = {
         "inside       extensions/yours:copied: what it gets is returned as it is\n"
         "look at      extensions/yours:copied,",
     ),
+    "no sum in a function's backward": (
+        "lambda x: x.view_as(x), partial(summed, axis=axis)",
+        "lambda x: x.view_as(x), lambda dy: 2 * dy / 2",
+        "inside       extensions/yours:copied: what it returns is the part whose sum is missing",
+        "look at      extensions/yours:copied,",
+    ),
     "what one process does not run": (
         "return axis.rank",
         "return 0",
@@ -263,6 +269,35 @@ def test_a_variable_of_a_stages_last_layer_is_not_judged():
         for rank, last in ((0, 2 * X), (1, of)):
             ranks[rank][2] = ranks[rank][2]._replace(tensor=last)
         assert names_of(right, *ranks, pp=2) == ["Yours.updated"] * is_judged
+
+
+def test_a_part_may_be_given_to_what_makes_a_maximum_of_it():
+    def calling(x: torch.Tensor, result: torch.Tensor) -> list[Record]:
+        inner = f"8 7 {YOURS}:highest,{YOURS}:f"
+        names = f"7  {YOURS}:f call y", f"{inner} call x", f"{inner} return {RESULT}"
+        names += (f"7  {YOURS}:f return {RESULT}",)
+        tensors = X, x, result, result
+        return [Record(Key(0, INSIDE, n), t, [], []) for n, t in zip(names, tensors, strict=True)]
+
+    right, parts = calling(X + 1, X + 1), [(X + 1).where(i == X % 2, 0.5) for i in (0, 1)]
+    ranks = [[*calling(x, X + 1), tapped("forward", True)] for x in parts]
+    assert names_of(right, *ranks, tp=2) == []
+    ranks = [[*calling(x, x), tapped("forward", True)] for x in parts]
+    assert names_of(right, *ranks, tp=2)[:1] == ["highest"]
+
+
+def test_what_follows_an_update_has_not_made_the_loss():
+    right = [*noted(0, "Yours.updated", X, X), *noted(1, "f", X, X)]
+    for caller, found in (("", ["f"]), ("Yours.updated", [])):
+        late = [*noted(0, "Yours.updated", X, 3 * X), *noted(1, "f", X, 3 * X, caller=caller)]
+        assert names_of(right, [*late, tapped("loss", wrong=True)]) == found
+
+
+def test_plain_tensors_of_a_module_are_noted_as_its_buffers_are():
+    module, model = torch.nn.Linear(1, 1), torch.nn.Module()
+    model.layer, module.scale, module.count = module, torch.ones(1), torch.ones(1, dtype=int)
+    module.register_buffer("bias_of", torch.zeros(1))
+    assert {*buffers_of_yours([model])} == {"layer.scale", "layer.bias_of"}
 
 
 def test_what_is_noted_can_be_freed():

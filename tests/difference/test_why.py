@@ -351,6 +351,15 @@ def test_yours_that_ran_long_before_are_named_first(monkeypatch):
     assert "counted_once" in named("the targets, which divide it,", square)[0]
 
 
+def test_equal_numbers_on_all_ranks_are_no_parts_of_a_root(monkeypatch):
+    ones = [right(*2 * ("gradient norm",), rank=rank) for rank in range(8)]
+    for of_dp_1, is_root in ((0.5**0.5, False), (0.6, True)):
+        factors = {0: (1 - of_dp_1**2) ** 0.5, 1: of_dp_1}
+        first = [one._replace(got=factors[one.at.dp] * one.got) for one in ones]
+        monkeypatch.setattr(both(), "first", first)
+        assert ("root of a sum of squares over dp" in explain(first[0], both())) == is_root
+
+
 def test_an_extension_that_fails_in_one_process_is_said_in_one_line(monkeypatch):
     text, names = "def fail(*_): raise IndexError('no neighbour\\nat all')", {}
     exec(compile(text, str(FOLDER / "yours.py"), "exec"), names)
