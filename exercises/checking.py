@@ -145,7 +145,7 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
             problems[gate] = next(filter(None, found), "")
     left = [(rank, what) for rank, r in enumerate(result.records) for what in r.unawaited]
     if left and not problems.get("O"):
-        what = "rank {} starts a {}, and never waits for it".format(*left[0])
+        what = "rank {} starts {}, and never waits for it".format(*left[0])
         problems["O"] = f"{what}: its memory may still be read or written"
     for rank, record in enumerate(result.records):
         if record.changed and not problems.get("O"):

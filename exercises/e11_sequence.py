@@ -86,6 +86,9 @@ averaged: The ranks' parts are averaged: what comes out is tp times too small.
     start_reduce_scatter(y, => start_reduce_scatter(y / self.axis.size,
 maximum_added: The ranks' largest values are added up: `maximum` needs the operation MAX.
     , op=dist.ReduceOp.MAX =>
+own_maximum: `maximum` returns this rank's own value: all need the largest of all ranks.
+- return _all_reduce(amax, self.axis, op=dist.ReduceOp.MAX)
++ return amax
 one_after_the_other: What is gathered lies rank by rank, and is taken for sequences: with several in
     a batch they are mixed.
     x, self.axis, dim=1) => x, self.axis, dim=0).view(len(x), -1, x.shape[-1])

@@ -119,6 +119,11 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
         queue.detach().run()
     results = {"output": out.detach(), "gradient of the input": mine.grad}
     results["what maximum returns"] = largest.item()
+    if kind == "SequenceBoundary":  # memory is used again
+        x = torch.ones(1, 1, 1, dtype=torch.float64)
+        results["whole of x, then of other numbers there"] = [
+            boundary.whole(x.fill_(number)).flatten().tolist() for number in (1, 2)
+        ]
     named = (pair for sublayer in sublayers for pair in sublayer.named_children())
     results |= {f"gradient of {name}": linear.weight.grad for name, linear in named}
     return results | {"kept by norms": kept}
@@ -141,6 +146,9 @@ def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
         results.append({"output": y, "gradient of the input": leaf.grad})
         # Where each rank has all positions, all have the same largest value.
         results[-1]["what maximum returns"] = 1.0 + case.ranks if cuts_sequence else 2.0
+        if cuts_sequence:
+            wholes = [[number] * case.ranks for number in (1.0, 2.0)]
+            results[-1]["whole of x, then of other numbers there"] = wholes
         for k, w in (pair for whole in leaves for pair in whole.items()):
             results[-1][f"gradient of {k}"] = part(k, w.grad, rank, case.ranks)
     return results if y.dtype == torch.float64 else [{}] * case.ranks
@@ -152,7 +160,7 @@ def traffic_of(case: Case, kind: str) -> list[dict[str, Sent]]:
     size = 5 * share * dtype_of(case).itemsize * case.batch * case.length * case.hidden
     if kind == "Boundary":
         return [{"all_reduce": Sent(5, 2 * size)}] * n
-    sent = {"all_gather": Sent(5, size), "reduce_scatter": Sent(5, size)}
+    sent = {"all_gather": Sent(7, size + 2 * (n - 1) * 8), "reduce_scatter": Sent(5, size)}
     return [sent | {"all_reduce": Sent(1, 2 * share * 8)}] * n  # of the largest value
 
 
@@ -160,8 +168,8 @@ def overlap_problem(rank: int, record: Record, kind: str) -> str | None:
     """What is wrong with the order in backward: start of a message, weight gradients, its end."""
     operation = MESSAGE[kind]
     if record.count("mark", "queue in forward"):
-        what = f"rank {rank} runs the queue of weight gradients during a message of forward"
-        return f"{what}: what is computed meanwhile is given as `meanwhile`"
+        what = f"rank {rank} runs the queue of weight gradients in forward"
+        return f"{what}: what is computed during a message of forward is given as `meanwhile`"
     events = record.events[record.place("mark", "backward") :]
     words = [e.kind for e in events if e.what in (operation, "weight gradients")]
     if "start" not in words:
