@@ -194,6 +194,16 @@ KNOWN += [
         "look at      extensions/documents/attention:_DocumentRing.forward",
     ),
 ]
+KNOWN += [  # And a plan that cannot run.
+    (
+        "pipeline_schedule.py",
+        "chunks, warmup=ranks - rank - 1)  #",
+        "chunks, warmup=ranks - rank - 1)[:-1]  #",
+        {"pp": 2, "micro_batches": 2},
+        "'B1' is missing",
+        "look at      pipeline_schedule:one_f_one_b, ",
+    ),
+]
 # And counts of experts; tokens further ahead: their targets, and a parameter of two ranks.
 KNOWN += [
     (

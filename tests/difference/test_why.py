@@ -345,6 +345,9 @@ def test_yours_that_ran_long_before_are_named_first(monkeypatch):
     missing = "it is this rank's own part of a sum over dp: the sum is missing"
     assert named(missing, right("loss", "loss"))[0] == "train:train_step"
     assert named(missing, right(*SUM))[:1] == ["data_parallel:build_buckets"]
+    turned, how = right("forward", f"{CORE}.k"), "positions 1-15 are rotated as if they were 0"
+    assert named(f"{how}, so not at all", turned)[0] == "model:SelfAttention.forward"
+    assert named(f"{how}-14", turned)[0] == "data:Batches._read"
     square = right(*2 * ("gradient norm",))
     assert named(f"its square is {missing}", square)[:1] == ["placement:_placement"]
     assert named("its square lacks", square)[0] == "placement:_placement"
