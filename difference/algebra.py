@@ -103,7 +103,7 @@ def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, pieces: list[range], r
         return ""
     by_mask: dict[str, list[int]] = {}
     for (piece, is_causal), n in zip(kinds, w.round().int().tolist(), strict=True):
-        is_usual = is_causal == (piece == rows and has_masks)  # of its own piece the earlier keys
+        is_usual = is_causal == (piece == rows and has_masks)  # earlier keys of an own piece
         how = "" if is_usual else " with a causal mask" if is_causal else " without a mask"
         how += f" {n} times" * (n > 1)
         by_mask.setdefault(how, []).extend(piece if n else ())

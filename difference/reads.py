@@ -26,7 +26,7 @@ def _inputs_of_attention(one: Compared, both: Comparison) -> list[Tensor]:
     return [both.whole[one.key._replace(name=f"{one.key.name}.{x}")] for x in "qkv"]
 
 
-def _documents(key: Key, trial: Trial) -> list[list[int]]:
+def documents_of(key: Key, trial: Trial) -> list[list[int]]:
     """Of each sequence of a micro-batch, where its documents begin."""
     if not trial.workload.document_mask:
         return [[0]] * trial.workload.micro_batch_size
@@ -43,7 +43,7 @@ def keys_seen(one: Compared, both: Comparison) -> str:
     q, k, v = q[:, heads], *(x.repeat_interleave(repeats, 1)[:, heads] for x in (k, v))
     found: dict[tuple[str, str], list[int]] = {}  # in which sequences
     S, why = q.shape[2], ""
-    for b, borders in enumerate(_documents(one.key, both.trial)):
+    for b, borders in enumerate(documents_of(one.key, both.trial)):
         cuts = sorted({*range(0, S, S // (2 * layout.cp)), *borders, S})
         pieces = [range(*pair) for pair in pairwise(cuts)]
         for rows in (piece for piece in pieces if piece[0] in own):

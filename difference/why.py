@@ -162,7 +162,7 @@ def _own_part(one: Compared, both: Comparison) -> str:
         for (what, of), (name, reduce) in product(whats, REDUCTIONS.items()):
             if (
                 of is not None
-                and not (are_equal and "root" in name)  # any factor would be one of some n ranks
+                and not (are_equal and "root" in name)  # 1 / sqrt(n) on n ranks fits anyway
                 and all(t.shape == of.shape for t in row)
                 and same(reduce([got - (one.right - of) for got in row]), of)
             ):

@@ -9,7 +9,7 @@ from difference.algebra import REDUCTIONS, same
 from difference.calls import TOTAL, Call
 from difference.compare import Comparison
 from difference.formulas import what_is_wrong
-from difference.inside import Inside
+from difference.inside import AFTER, Inside
 from difference.parts import REST, parts_of
 from difference.places import Here, along, take
 from difference.suspects import with_makers
@@ -17,7 +17,7 @@ from difference.taps import BUFFERS, INSIDE, NUMBERS, RESULT, Key, is_yours, out
 from difference.watch import BETWEEN
 
 # Methods of extensions that write what modules keep, the last one first.
-WRITERS = (".updated", ".weights_changed", ".begin", ".wrap", ".connect", ".swap")
+WRITERS = (*AFTER, ".begin", ".wrap", ".connect", ".swap")
 MOST_GUILTY = 20  # calls that are asked what is wrong
 
 

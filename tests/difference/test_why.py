@@ -13,7 +13,7 @@ from difference.__main__ import run
 from difference.compare import Compared, Comparison
 from difference.parts import head_of, parts_of, products
 from difference.places import here, indices_of, take
-from difference.reads import _documents
+from difference.reads import documents_of
 from difference.suspects import suspects
 from difference.taps import RAN, Key, is_yours
 from difference.tiny import tiny_model, trial_of
@@ -399,7 +399,7 @@ def test_the_keys_of_a_document_are_told():
     both, key = Comparison(trial, right_whole(trial)), Key(0, "forward", CORE)
     q, k, v = (both.whole[key._replace(name=f"{CORE}.{x}")] for x in "qkv")
     right, at, rows = both.whole[key], here(0, trial.layout), range(12, 16)
-    begins = {of[-1]: b for b, of in enumerate(_documents(key, trial)) if 2 <= of[-1] <= 8}
+    begins = {of[-1]: b for b, of in enumerate(documents_of(key, trial)) if 2 <= of[-1] <= 8}
     first, b = begins.popitem()  # where the last document of this sequence begins
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1)[b] for x in (k, v))
     scores = q[b, :, 12:] @ k.mT / q.shape[-1] ** 0.5
