@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from functools import lru_cache
+from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ class Speedometer:
         self, model_config: ModelConfig, work: Workload, device: torch.device, writes: bool = True
     ) -> None:
         name = device_name(device) if device.type == "cuda" else "cpu"
-        # A CPU takes 0.2 s to measure: only for the rank whose records are read.
+        # A CPU takes up to a second to measure: only for the rank whose records are read.
         self.peak = peak_flops(name, getattr(torch, work.dtype)) if writes else None
         self._device, self._model_config, self._work = device, model_config, work
 
@@ -84,14 +85,23 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak_flops(dtype: torch.dtype) -> float:
-    """The best of several matmuls on this process's CPU threads, in FLOPs per second."""
-    size, times, deadline = 1024, [], time.perf_counter() + 0.2
-    a = torch.randn(size, size).to(dtype)
-    products = [lambda: a @ a]
-    if dtype == torch.float32 and torch.backends.mkldnn.is_available():  # see kernels/products.py
-        products.append(lambda: torch.ops.mkldnn._linear_pointwise(a, a, None, "none", [], ""))
-    while len(times) < 4 or time.perf_counter() < deadline:  # the first ones set a library up
-        began = time.process_time()  # of this process: other work does not lower the peak
-        products[len(times) % len(products)]()
-        times.append(time.process_time() - began)
-    return 2 * size**3 / min(times) * torch.get_num_threads()
+    """The best of several matmuls on one CPU thread, for all of this process, in FLOPs per second.
+
+    Small ones first: where a CPU has no instructions for a dtype, a large one takes seconds.
+    """
+    threads, best, deadline = torch.get_num_threads(), 0.0, time.perf_counter() + 0.2
+    torch.set_num_threads(1)  # others wait busily, and their time would count
+    for size in chain((128, 256, 512), repeat(1024)):
+        a = torch.randn(size, size).to(dtype)
+        products = [lambda a=a: a @ a]
+        if dtype == torch.float32 and torch.backends.mkldnn.is_available():  # kernels/products.py
+            pointwise = torch.ops.mkldnn._linear_pointwise
+            products.append(lambda a=a, run=pointwise: run(a, a, None, "none", [], ""))
+        for product in products * 2:  # the first ones set a library up
+            began = time.process_time()  # of this process: other work does not lower the peak
+            product()
+            best = max(best, 2 * size**3 / (time.process_time() - began))
+        if time.perf_counter() > deadline:
+            break
+    torch.set_num_threads(threads)
+    return best * threads

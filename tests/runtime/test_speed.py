@@ -2,10 +2,12 @@
 
 import json
 import statistics
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.settings import ModelConfig, Workload
@@ -40,6 +42,24 @@ def test_a_dtype_that_is_not_in_the_table_has_no_peak():
 def test_a_cpus_peak_is_measured_in_the_dtype():
     single, double = (peak_flops("cpu", d) for d in (torch.float32, torch.float64))
     assert 1e9 < double < single < 1e15
+
+
+def test_a_cpus_peak_is_measured_at_once_where_it_has_no_instructions(monkeypatch):
+    """As of bfloat16 on most laptops: a product of 1024 would take seconds."""
+    multiply, sizes = Tensor.__matmul__, []
+
+    def slow(a: Tensor, b: Tensor) -> Tensor:
+        sizes.append(len(a))
+        deadline = time.process_time() + 1e-9 * len(a) ** 3
+        while time.process_time() < deadline:
+            pass
+        return multiply(a, b)
+
+    monkeypatch.setattr(Tensor, "__matmul__", slow)
+    torch.set_num_threads(2)
+    assert 2e9 < peak_flops("cpu", torch.float64) < 4e9
+    assert max(sizes) == 512 and torch.get_num_threads() == 2
+    torch.set_num_threads(1)
 
 
 def test_memory_is_this_process_in_gigabytes():
