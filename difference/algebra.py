@@ -23,6 +23,7 @@ REDUCTIONS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "mean": lambda row: sum(row) / len(row),
     "maximum": largest,
     "root of a sum of squares": lambda row: sum(one.square() for one in row).sqrt(),
+    "root mean square": lambda row: (sum(one.square() for one in row) / len(row)).sqrt(),
 }
 
 

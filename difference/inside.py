@@ -201,7 +201,9 @@ class Inside:
             if n < size:
                 axes = ["tp", "ep", "etp", *["dp"] * (self.layout.sharding != "none")]
                 of_dim = [chunk(of_dim[0], getattr(at, a), getattr(self.layout, a)) for a in axes]
-                of_dim += [positions(at, self.layout, size)] * (size % (2 * self.layout.cp) == 0)
+                if size % (2 * self.layout.cp) == 0:
+                    own = positions(at, self.layout, size)
+                    of_dim += [own, chunk(own, at.tp, self.layout.tp)]  # of a sequence
                 if size in self.num_layers:  # something of each layer, of a stage's layers
                     of_dim += [range(i, i + n) for i in range(size - n + 1)]
             choices.append([indices for indices in of_dim if len(indices) == n])

@@ -39,10 +39,14 @@ def named(both: Comparison, why: str) -> tuple[list[str], str]:
         return [*dict.fromkeys(map(function, names))]
 
     def with_sentences(guilty: Iterator) -> list[tuple[Call, str, Here]]:
-        """Those with a sentence first: a right call, too, can make what one process does not."""
+        """Those with a sentence first: a right call, too, can make what one process does not.
+
+        Of a call and one within it, the inner one.
+        """
         few = islice(guilty, MOST_GUILTY)
         found = [(call, what_is_wrong(call, at, inside), at) for call, at in few]
-        return sorted(found, key=lambda one: not one[1])
+        outers = {caller for call, *_ in found for caller in call.callers}
+        return sorted(found, key=lambda one: (not one[1], one[0].key.name in outers))
 
     found = with_sentences(inside.guilty())
     if not found or not found[0][1] or TOTAL in found[0][0].made:
@@ -62,7 +66,8 @@ def named(both: Comparison, why: str) -> tuple[list[str], str]:
         callers = [*(guilty.callers or chain(*alike))] if guilty.got and is_yours(name) else []
         others = counting(guilty, calls, both) if TOTAL in guilty.made else []
         others += [c.key.name for c, sentence, _ in found if not sentence][: TOTAL in guilty.made]
-        others = others or writers(guilty.key.name, both)
+        methods = [c for c in callers if function(c) == outer(c)][:1]  # none of autograd's
+        others = others or writers([guilty.key.name, *methods], what, both)
         near = [*givers(guilty, at, inside), *callers[:1], *others]
         return functions(name, *near, *callers), what
     names, what = handed_on(inside, "the sum is missing" in why)
@@ -80,12 +85,21 @@ def givers(guilty: Call, at: Here, inside: Inside) -> list[str]:
     return [call.key.name for call in inside.calls[at.rank] if gives(call)]
 
 
-def writers(name: str, both: Comparison) -> list[str]:
-    """Of a method's class the last of WRITERS that ran after the step before, or in the build."""
-    of, first = name.rpartition(".")[0], both.first[0].key
+def writers(names: list[str], what: str, both: Comparison) -> list[str]:
+    """What made the object of the first method that has one, or last wrote its state.
+
+    That is: after the step before, or in the build, where it gives an object the axis of a sum.
+    """
+    first = both.first[0].key
     phases = ("loss", first.step - 1) if first.step else ("initial", 0)
     ran = {n for o in both.all if (o.key.phase, o.key.step) == phases for n in o.ran}
-    return [f"{of}{method}" for method in WRITERS if f"{of}{method}" in ran][:1]
+    for of in (name.rpartition(".")[0] for name in names):
+        made = [maker for maker in [both.makers.get(of)] if maker and is_yours(maker)]
+        keeper = made[0].rpartition(".")[0] if made else of
+        wrote = [f"{keeper}{method}" for method in WRITERS if f"{keeper}{method}" in ran]
+        if found := wrote[:1] if " over " in what else made or wrote[:1]:
+            return found
+    return []
 
 
 def counting(guilty: Call, calls: list[Call], both: Comparison) -> list[str]:

@@ -55,6 +55,7 @@ CASES = {
     "a mean of its own": ((A + B) / 2, A, B, "own part of a mean over tp"),
     "a maximum": (torch.maximum(A, B), A, B, "own part of a maximum over tp"),
     "a norm": ((A * A + B * B).sqrt(), A, B, "own part of a root of a sum of squares over tp"),
+    "an RMS": (((A * A + B * B) / 2).sqrt(), A, B, "own part of a root mean square over tp"),
     "divided by its own mean": (  # by 1.25 and 0.75
         *(A, A / 1.25, A / 0.75),
         "is 0.8 times what one process has: what divides it is this rank's own part of a mean",

@@ -203,12 +203,12 @@ def tapped(phase: str, wrong: bool = False, step: int = 0) -> Record:
     return Record(Key(step, phase, "model.norm"), X + wrong, [], [])
 
 
-def names_of(right: list[Record], *of_ranks: list[Record], **options) -> list[str]:
+def names_of(right: list[Record], *of_ranks: list[Record], makers=None, **options) -> list[str]:
     whole = {record.key: record.tensor for record in right}
     for phase in ("forward", "summed gradient", "loss", "weights"):
         whole |= {Key(step, phase, "model.norm"): X for step in (0, 1)}
     trial = trial_of(make_config(**options), steps=2, own_sizes=False)
-    found = named(Comparison(trial, whole, of_ranks), "")[0]
+    found = named(Comparison(trial, whole, of_ranks, makers or {}), "")[0]
     return [name.partition(":")[2] for name in found]
 
 
@@ -260,6 +260,33 @@ def test_what_wrote_what_an_object_keeps_is_named_too():
     whole = [*right, built]
     assert names_of(whole, mine) == ["Yours.f", "Yours.weights_changed"]
     assert names_of(whole, [built._replace(ran=[]), *mine[1:]]) == ["Yours.f"]
+
+
+def test_what_made_or_connected_an_object_is_named_too():
+    right, bad = noted(0, "Yours.f", X, X), tapped("forward", wrong=True)
+    ran = [f"{YOURS}:Yours.swap", f"{YOURS}:Yours.connect"]
+    built = Record(Key(0, "initial", STEP), X, ran, [])
+    for name, maker, found in (
+        ("Part.f", "Yours.swap", ["Part.f", "Yours.swap"]),
+        ("Part.f", "", ["Part.f"]),
+        ("f", "Yours.swap", ["f", "Part.g", "Yours.swap"]),  # of the one that calls it
+    ):
+        caller = "" if name == "Part.f" else "Part.g"
+        makers = {f"{YOURS}:Part": f"{YOURS}:{maker}"} if maker else {}
+        right, mine = (noted(0, name, X, c * X, caller=caller) for c in (1, 3))
+        assert names_of([*right, built], [built, *mine, bad], makers=makers) == found
+    # What is a part of a mean over ranks may have got a wrong axis.
+    means = [[built, *noted(0, "Part.f", X, of), bad] for of in (X + 1, X - 1)]
+    right, makers = noted(0, "Part.f", X, X), {f"{YOURS}:Part": f"{YOURS}:Yours.swap"}
+    found = names_of([*right, built], *means, makers=makers, tp=2)
+    assert found == ["Part.f", "Yours.connect"]
+
+
+def test_of_two_calls_the_inner_one_is_named_first():
+    right = [*noted(0, "g", X, X, caller="f"), *noted(1, "f", X, X)]
+    inner, outer = noted(0, "g", X, 3 * X, caller="f"), noted(1, "f", X, 3 * X)
+    mine = [*inner, tapped("forward"), *outer, tapped("summed gradient", wrong=True)]
+    assert names_of(right, mine) == ["g", "f"]
 
 
 def test_a_variable_of_a_stages_last_layer_is_not_judged():
@@ -332,13 +359,20 @@ def test_in_a_later_step_what_ran_before_it_is_to_blame_first():
     assert names_of(right, [*noted(0, "update", X, 3 * X), *reader, bad]) == ["update"]
 
 
-@pytest.mark.parametrize("cp_engine,columns", [("ring", [0, 1, 6, 7]), ("ulysses", [0, 1, 2, 3])])
-def test_the_positions_of_a_rank_are_a_part(cp_engine, columns):
+@pytest.mark.parametrize(
+    "sizes,columns",
+    [
+        ({"cp": 2, "cp_engine": "ring"}, [0, 1, 6, 7]),
+        ({"cp": 2, "cp_engine": "ulysses"}, [0, 1, 2, 3]),
+        ({"cp": 2, "tp": 2, "sequence_parallel": True}, [0, 1]),
+    ],
+)
+def test_the_positions_of_a_rank_are_a_part(sizes, columns):
     right, bad = [*noted(0, "f", X, X)], tapped("forward", wrong=True)
-    mine = noted(0, "f", X, X[:, columns])
-    assert names_of(right, [*mine, bad], [], cp=2, cp_engine=cp_engine) == []
-    other = X[:, [0, 1, 4, 5]]
-    assert names_of(right, [*noted(0, "f", X, other), bad], [], cp=2, cp_engine=cp_engine) == ["f"]
+    others = [[]] * (sizes["cp"] * sizes.get("tp", 1) - 1)
+    mine, other = X[:, columns], X[:, [0, 1, 4, 5][-len(columns) :]]
+    assert names_of(right, [*noted(0, "f", X, mine), bad], *others, **sizes) == []
+    assert names_of(right, [*noted(0, "f", X, other), bad], *others, **sizes) == ["f"]
 
 
 @pytest.mark.parametrize(
