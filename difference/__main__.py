@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from difference.apart import mixes
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, suspects
@@ -72,9 +73,11 @@ def run(trial: Trial, whole: Whole | None = None) -> int:
     makers = {of: by for one in runs for of, by in one.makers.items()}
     senders = {name for one in runs for name in one.senders}
     both = Comparison(trial, whole, [one.records for one in runs], makers, senders)
-    for line in lines_of(both, runs):
+    is_wrong = bool(both.first) or any(one.problem for one in runs)
+    mixed = [] if is_wrong else mixes(trial, whole)
+    for line in lines_of(both, runs) if not mixed else lines_of_mixed(*mixed):
         print(line, flush=True)
-    return int(bool(both.first) or any(one.problem for one in runs))
+    return int(is_wrong or bool(mixed))
 
 
 def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
@@ -99,6 +102,12 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
         worst = max((one.error for one in both.all), default=0.0)
         what = f"all {count} of {len(runs)} ranks"
         yield f"ALL RIGHT    {what} are those of one process, within {worst:.0e} of the largest"
+
+
+def lines_of_mixed(wrong: str, *names: str) -> Iterator[str]:
+    yield f"MIXED        step 1, {wrong}: the ranks have what one process has, but that is"
+    yield "             another one if each sequence is a micro-batch: something mixes sequences"
+    yield _look_at([*names])
 
 
 def _look_at(named: list[str]) -> str:

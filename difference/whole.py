@@ -118,7 +118,7 @@ def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
 class RightRun(Notes):
     """Everything that the right run has computed, by step, phase, name, micro-batch and dp rank."""
 
-    def __init__(self, trial: Trial, profile: Profile) -> None:
+    def __init__(self, trial: Trial, profile: Profile, steps: int) -> None:
         self.trial, self.text, self.whole = trial, text_of(trial), {}
         self.model, self.extensions = plain_model(trial)
         self.parameters = dict(self.model.named_parameters())
@@ -144,7 +144,7 @@ class RightRun(Notes):
         self.optimizer = torch.optim.SGD(groups, recipe.learning_rate)
         if recipe.optimizer == "adamw":
             self.optimizer = torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas)
-        for step in range(trial.steps):
+        for step in range(steps):
             self._step(step)
 
     def write(self, key: Key, tensor: Tensor, ran: tuple) -> None:
@@ -195,12 +195,12 @@ class RightRun(Notes):
         self.note_update(self.parameters, self.optimizer, [self.model])
 
 
-def right_whole(trial: Trial) -> Whole:
-    """ValueError, with its place, where one process cannot run it."""
+def right_whole(trial: Trial, steps: int = 0) -> Whole:
+    """All steps, or the first ones. ValueError, with its place, where one process cannot run it."""
     profile = Profile()
     sys.setprofile(profile.event)
     try:
-        whole = RightRun(trial, profile).whole
+        whole = RightRun(trial, profile, steps or trial.steps).whole
         return whole | {Key(0, RAN, name): torch.empty(0) for name in profile.called}
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)

@@ -114,6 +114,17 @@ def test_right_functions_of_yours_raise_no_alarm(recompute):
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
+def test_a_function_that_mixes_sequences_is_named_though_the_ranks_agree():
+    of_all = "x.square().mean(0, keepdim=True).sum(-1, keepdim=True)"
+    before = partial(install_yours, "x.square().sum(-1, keepdim=True)", of_all)
+    code, text = answer(make_config(dp=2, tp=2), before=before)
+    assert code == 1 and text.startswith("MIXED        step 1, loss: the ranks have what"), text
+    assert text.splitlines()[-1].startswith("look at      extensions/yours:summed"), text
+    # A loss that balances experts within a micro-batch is meant to.
+    code, text = answer(make_config(dp=2, num_local_experts=4, moe_aux_loss_coeff=0.1))
+    assert code == 0, text
+
+
 PART, CUT = "squares is a part of a sum over tp; ", "x is a rank's part along dim 2; "
 WRONG = {
     "a rank's size for the whole": (
