@@ -156,6 +156,9 @@ target_not_summed: The target's logit is not summed: the ranks that do not have 
 + sums, target_logits = vocabulary.total(exponentials.sum(-1)), at_target * is_here
 one_subtracted_everywhere: Every rank subtracts 1 somewhere: only the target's rank must.
     is_here.to => counts.to
+one_subtracted_at_nearest: Every rank subtracts 1, at its nearest id: only the target's rank must.
+    .where(is_here, 0) => .clamp(0, logits.shape[1] - 1)
+    is_here.to => counts.to
 here_everywhere: A target of another slice is taken for id 0 of this one: it counts here, too.
     ids.where(is_here, 0)[:, None] => ids.where(is_here, 0)[:, None]; is_here = counts
 nearest_id: A target of another slice is taken for the nearest id of this one: it counts here, too.

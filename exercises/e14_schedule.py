@@ -81,6 +81,14 @@ newest_first: A backward follows the forward of the same micro-batch, and the wa
 + plan = alternating([m], chunks, w)
 + new = [a._replace(micro_batch=(a.micro_batch + w) % m) for a in plan]
 + return [b if a.kind is Kind.BACKWARD else a for a, b in zip(plan, new, strict=True)]
+stack: Backwards take the newest micro-batch first, as from a stack: its gradient comes last, and
+    the rank waits for it.
+- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
++ plan, alive = alternating([num_micro_batches], chunks, ranks - rank - 1), []
++ for i, a in enumerate(plan):
++     alive += [a.micro_batch] * (a.kind is Kind.FORWARD)
++     plan[i] = a if a.kind is Kind.FORWARD else a._replace(micro_batch=alive.pop())
++ return plan
 no_cool_down: There is no cool-down: as many backwards as the warm-up has forwards are missing.
 - return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
 + m, w = num_micro_batches, min(num_micro_batches, ranks - rank - 1)

@@ -115,6 +115,12 @@ other_end: The warm-up is counted from the other end: the first rank has the sho
     (ranks - rank - 1) => rank
 warmup_too_long: The warm-up is one forward too long: one more chunk is alive on each rank.
     warmup = 2 * (ranks - rank - 1) => warmup = 2 * (ranks - rank - 1) + 1
+warmup_of_rank: The warm-up is two forwards too long: a rank has two for each rank behind it, and
+    there are ranks - rank - 1.
+    (ranks - rank - 1) => (ranks - rank)
+warmup_of_all_chunks: The warm-up has forwards of the last chunk, too: these take turns with
+    backwards.
+    (chunks - 1) * sizes[0] => chunks * sizes[0]
 all_forwards_first: All forwards come first: with the same bubble, all micro-batches are alive.
     , warmup => , num_micro_batches * chunks
 backward_in_forward_order: Backwards run through the chunks in the order of forwards: a gradient

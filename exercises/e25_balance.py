@@ -159,6 +159,13 @@ coefficient_forgotten: The gradient is not multiplied by the loss's coefficient.
 coefficient_reported: The reported losses are multiplied by their coefficients: losses of two runs
     with different coefficients could not be compared.
     (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
+parts_in_both: The losses over the batch count this rank's part of each sequence, not the whole
+    ones: use what sum_over_sequences returns.
+    counts = self.sum => own, counts = counts.clone(), self.sum
+    self.sum_over_batch(counts.sum(0)) => self.sum_over_batch(own.sum(0))
+    moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, own.sum(0))
+summed_for_nothing: Counts are summed over the ranks also where no global loss needs them.
+    if routing.moe_global_aux_loss_coeff: => if True:
 all_ranks_in_both: The loss over the batch counts the sequences of all ranks, as the global one:
     it is of this rank's micro-batch.
     if routing.moe_global_aux_loss_coeff: => if True:
