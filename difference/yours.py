@@ -39,10 +39,8 @@ def named(both: Comparison, why: str) -> tuple[list[str], str]:
         return [*dict.fromkeys(map(function, names))]
 
     def with_sentences(guilty: Iterator) -> list[tuple[Call, str, Here]]:
-        """Those with a sentence first: a right call, too, can make what one process does not.
-
-        Of a call and one within it, the inner one.
-        """
+        """Those with a sentence first, since a right call, too, can make what one process does not;
+        then inner calls before those around them."""
         few = islice(guilty, MOST_GUILTY)
         found = [(call, what_is_wrong(call, at, inside), at) for call, at in few]
         outers = {caller for call, *_ in found for caller in call.callers}
