@@ -20,10 +20,11 @@ def mixes(trial: Trial, whole: Whole) -> list[str]:
     work, experts = trial.workload, trial.model_config.num_local_experts
     if work.micro_batch_size == 1 or (experts and work.routing.moe_aux_loss_coeff):
         return []  # such a loss is of a micro-batch
-    sizes = {"micro_batch_size": 1, "num_micro_batches": work.num_micro_batches}
-    sizes["num_micro_batches"] *= work.micro_batch_size
-    apart = right_whole(trial._replace(workload=replace(work, **sizes)), steps=1)
-    sums = [key for phase in ("loss", "summed gradient") for key in apart if key.phase == phase]
+    count = work.num_micro_batches * work.micro_batch_size
+    of_each = replace(work, micro_batch_size=1, num_micro_batches=count)
+    apart = right_whole(trial._replace(workload=of_each), steps=1)
+    both = [key for key in apart if key in whole]  # which --right may have of another version
+    sums = [key for phase in ("loss", "summed gradient") for key in both if key.phase == phase]
     wrong = (key for key in sums if error_of(apart[key], whole[key], whole[key]) > TOLERANCE)
     names = ["loss" if key.phase == "loss" else f"{key.phase} of {key.name}" for key in wrong][:1]
     return [*names, *(_mixing(trial, whole, apart) if names else [])]
