@@ -62,6 +62,18 @@ def test_a_cpus_peak_is_measured_at_once_where_it_has_no_instructions(monkeypatc
     torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_product_of_a_linear_is_faster_than_a_cpus_peak(dtype):
+    x, weight, dy = (torch.randn(256, 256, dtype=dtype) for _ in range(3))
+    products = [lambda: x @ weight.T, lambda: dy @ weight, lambda: dy.T @ x]
+    seconds = []
+    for product in products * 3:
+        began = time.process_time()
+        product()
+        seconds.append(time.process_time() - began)
+    assert 2 * 256**3 / min(seconds) < 1.5 * peak_flops("cpu", dtype)
+
+
 def test_memory_is_this_process_in_gigabytes():
     assert 0.05 < memory_gb(torch.device("cpu")) < 50
 
