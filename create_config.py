@@ -15,22 +15,15 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
-from itertools import islice, product
 from pathlib import Path
 
-from picotron_min.costs import layer_flops, model_flops_per_token, parameter_count
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routing, Workload
-from picotron_min.planner.activations import saved_per_token
-from picotron_min.planner.config_files import attended_length, predicted
-from picotron_min.planner.memory import memory_per_rank
-from picotron_min.planner.show import OTHERS_RUNS, about_documents, measures
+from picotron_min.planner.config_files import attended_length
+from picotron_min.planner.describe import ASSUMED_GPU, describe
 from picotron_min.runtime.config import AXES, KEY, KEYS, SECTIONS, Config, ConfigError
-from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
-from picotron_min.runtime.hardware import GPUS, Gpu
+from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.json_file import parse_json, read_json
-from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted
 
 ALIASES = {f"distributed.{axis}_size": axis for axis in AXES}
@@ -38,8 +31,6 @@ ALIASES |= {"model.name": "model_name", "dataset.name": "dataset_name"}
 ALIASES |= {"training.micro_batch_size": "mbs", "training.seq_length": "seq_len"}
 ALIASES |= {"training.gradient_accumulation_steps": "grad_acc_steps"}
 ALIASES |= {"model.num_nextn_predict_layers": "mtp_num_layers"}
-HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
-ASSUMED_GPU = "H100"  # this machine need not have any
 GPUS_A_NODE = 8  # a run on at most 8 GPUs is taken to fit one machine
 
 
@@ -168,118 +159,6 @@ def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     names = {flag.lstrip("-"): flag for flag in flags if flag != "--mtp_num_layers"}
     meant = names.get(nearest(word.lstrip("-"), names))
     return f"{word} is not known: {f'did you mean {meant}?' if meant else 'see --help'}"
-
-
-def describe(config: Config, flags: argparse.Namespace) -> None:
-    """Print what the config means: processes, batch, parameters, and bytes per rank."""
-    gpu = GPUS[flags.gpu or ASSUMED_GPU]
-    t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
-    layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
-    print(f"\nprocesses        {config.world_size} = {layout}")
-    print_rank_grid(sizes)
-    sequences = counted(t.micro_batch_size, "sequence")
-    batches = counted(t.gradient_accumulation_steps, "micro-batch")
-    product = f"{sizes.dp} dp x {sequences} x {batches} x {t.seq_length}"
-    print(f"tokens per step  {config.tokens_per_step:,} = {product}")
-    own = ", the model's own" if tokenizer == tokenizer_of(config.model.name) else ""
-    print(f"tokenizer        {tokenizer}{own}")
-    if not is_known_here(name := config.model.name):  # a hub id, checked when the run fetches it
-        remedy = f"download {name} and name its folder"
-        print(f"parameters       not known without the network: {remedy}")
-        return
-    model_config = resolve_model(config)
-    count, matmul = parameter_count(model_config), model_flops_per_token(model_config, 0) // 6
-    print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
-    if model_config.num_local_experts:
-        print_experts(config, model_config)
-    print_memory(config, model_config)
-    if config.distributed.use_cpu and config.model.offload:
-        print("offload          saves nothing on a CPU: the copies are in the same memory")
-    if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
-        if config.model.offload:
-            print_offload(config, model_config, gpu)
-        print_prediction(config, gpu, flags)
-
-
-def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
-    *rows, tp = sizes
-    for row, (pp, dp, cp) in enumerate(islice(product(*map(range, rows)), most_rows)):
-        ranks = f"rank {row * tp}" if tp == 1 else f"ranks {row * tp} to {row * tp + tp - 1} (tp)"
-        print(f"  pp {pp}  dp {dp}  cp {cp}   {ranks}")
-    if (more := rows[0] * rows[1] * rows[2] - most_rows) > 0:
-        print(f"  and {counted(more, 'more row')}")
-
-
-def print_experts(config: Config, c: ModelConfig) -> None:
-    layout, X, t = config.layout, c.num_local_experts, config.training
-    layers = counted(sum(map(c.has_experts, range(c.num_hidden_layers))), "layer")
-    parts = f", each cut over {layout.etp} (etp)" if layout.etp > 1 else ""
-    print(f"experts          {X} in each of {layers}, {c.num_experts_per_tok} of them a token")
-    print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
-    if not (t.moe_expert_capacity_factor or t.moe_expert_rank_capacity_factor):
-        print("  without moe_expert_capacity_factor their activations have no bound: all tokens")
-        print("  may choose the same experts; the memory below is for tokens spread evenly")
-
-
-def print_memory(config: Config, model_config: ModelConfig) -> None:
-    m, t, sharding = config.model, config.training, config.layout.sharding
-    device = "cpu" if config.distributed.use_cpu else "cuda"
-    memory = memory_per_rank(model_config, config.layout, config.workload, device)
-    print("memory per rank  by the formulas of picotron_min/planner/memory.py, memory_per_rank:")
-    each = f"{8 if m.dtype == 'float64' else 4} bytes a parameter"
-    each += " of this rank" if sharding == "none" else f', sharding "{sharding}"'
-    copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
-    copy = ", + 2 bytes for copies to multiply with" if m.fp8 else copy
-    states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}
-    offload = f", offload {m.offload}" if m.offload else ""
-    formulas = {
-        "weights": each + copy,
-        "gradients": each,
-        "optimizer_state": f"{states[t.optimizer]} ({t.optimizer})",
-        "activations": f"saved_per_token, recompute {m.recompute}{offload}",
-        "loss": "logits of a stripe, gradients of lm_head and its input",
-        "total": "without torch itself and temporaries",
-    }
-    for what, formula in formulas.items():
-        count = getattr(memory, what)
-        size = f"{count / 1e9:>9.3f} GB" if count >= 1e8 else f"{count / 1e6:>9.3f} MB"
-        print(f"  {what.replace('_', ' ').replace('total', 'together'):<15}{size}   {formula}")
-    sent = {"gradients": "gradients are", "parameters": "weights and gradients are"}
-    if sharding in sent and (batches := t.gradient_accumulation_steps) > 1:
-        print(f"  {sent[sharding]} sent for each micro-batch: {batches} times a step")
-
-
-def print_offload(config: Config, c: ModelConfig, gpu: Gpu) -> None:
-    """What offload saves, and whether its copies are hidden."""
-    m, t, layout, work = config.model, config.training, config.layout, config.workload
-    most, least = (memory_per_rank(c, layout, replace(work, offload=n)) for n in (0, m.offload))
-    tokens = t.micro_batch_size * t.seq_length // layout.cp
-    fp8 = work.in_fp8(0, c.num_hidden_layers)
-    saved = tokens * saved_per_token(c, m.dtype, m.recompute, layout, 0, fp8)
-    flops = tokens * sum(layer_flops(c, t.seq_length, 0).values()) / layout.tp
-    copy, forward = saved / HOST_LINK, flops / (gpu.matmul_share * gpu.peaks[m.dtype])
-    fewer = f"{(most.activations - least.activations) / 1e9:.3f} GB fewer activations"
-    print(f"offload          {fewer} on the GPU")
-    times = f"{1e3 * copy:.3g} ms at {HOST_LINK / 1e9:.0f} GB/s, forward {1e3 * forward:.3g} ms"
-    verdict = "hidden" if copy <= forward else f"waits {1e3 * (copy - forward):.3g} ms"
-    print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
-
-
-def print_prediction(config: Config, gpu: Gpu, flags: argparse.Namespace) -> None:
-    request, candidate = predicted(config, gpu, attended=flags.attended)
-    step, number = candidate.prediction.step, measures(request, candidate)
-    low, high = number["interval"]
-    speed = f"{number['tokens_per_second_per_device']:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"
-    on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
-    print(f"predicted step   {step:.3g} s, {speed} on {on}: see python -m picotron_min.planner")
-    print(f"  {low:,.0f} to {high:,.0f} tokens/s a GPU in nine of ten runs. {OTHERS_RUNS}")
-    chosen = {"offload": config.model.offload, "tp_overlap": config.distributed.tp_overlap}
-    if left_out := " and ".join(key for key, value in chosen.items() if value):
-        print(f"  as without {left_out}, whose effect on the time is not modelled")
-    if about := about_documents(request):
-        print(f"  {about}")
-    if not flags.gpu:
-        print(f"  {gpu.name} is assumed: name another with --gpu, or add --use_cpu")
 
 
 def launch_command(config: Config) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.planner.memory import RankMemory, memory_per_rank
+from picotron_min.planner.memory import RankMemory, gb, memory_per_rank
 from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, System, our_system
 from picotron_min.runtime.config import KEY, KEYS, Config, Distributed, Model, Training
@@ -56,6 +56,13 @@ class Request:
     def budget(self) -> float:
         """Bytes of a GPU that a plan may use."""
         return self.fill * self.gpu.memory - (LIBRARY_BYTES if self.device == "cuda" else 0)
+
+    @property
+    def capacity(self) -> str:
+        """The budget, and how it is reckoned."""
+        made = f"{self.gpu.memory / 1e9:.0f} x {self.fill:g}"
+        made += f" - {LIBRARY_BYTES / 1e9:.0f} for libraries" if self.device == "cuda" else ""
+        return f"{gb(self.budget)} ({made})"
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
         ours = our_system(self.model_config, workload, self.device)

@@ -17,7 +17,7 @@ from operator import itemgetter
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner import choices, memory
-from picotron_min.planner.choices import LIBRARY_BYTES, Candidate, Request, rule_problems
+from picotron_min.planner.choices import Candidate, Request, rule_problems
 from picotron_min.planner.memory import gb, gigabytes
 from picotron_min.planner.parameters import LayerParameters, Rank, Share, Unit, ranks_of
 from picotron_min.planner.step_time import StepTime
@@ -133,9 +133,7 @@ def nothing_fits(request: Request) -> str:
         why = f"no layout of {request.gpus} GPUs suits the model and {batch}{kept}"
         flags = ["--gpus", "--global_batch", *(["--fix"] if kept else [])]
         return f"{why}: use another {choice(flags)}"
-    made = f"{request.gpu.memory / 1e9:.0f} x {request.fill:g}"
-    made += f" - {LIBRARY_BYTES / 1e9:.0f} for libraries" if request.device == "cuda" else ""
-    problem = f"the smallest layout needs {gb(smallest)} a GPU of {gb(request.budget)} ({made})"
+    problem = f"the smallest layout needs {gb(smallest)} a GPU of {request.capacity}"
     return f"{problem}{kept}: {remedy(request)}"
 
 

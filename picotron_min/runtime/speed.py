@@ -93,8 +93,8 @@ def measure_peak_flops(dtype: torch.dtype) -> float:
     torch.set_num_threads(1)  # others wait busily, and their time would count
     for size in chain((128, 256, 512), repeat(1024)):
         a = torch.randn(size, size).to(dtype)
-        # A linear's forward and its weight's gradient: without instructions for bfloat16, a @ a takes
-        # ten times as long as the faster of them.
+        # A linear's forward, and its weight's gradient: where a CPU has no instructions for
+        # bfloat16, a @ a takes ten times as long.
         products = [lambda a=a: a @ a.T, lambda a=a: a.T @ a]
         if dtype == torch.float32 and torch.backends.mkldnn.is_available():  # kernels/products.py
             pointwise = torch.ops.mkldnn._linear_pointwise

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-import create_config
 from picotron_min import costs
 from picotron_min.extensions.overlap.linear import linears
 from picotron_min.extensions.settings import Layout
 from picotron_min.extensions.sharding.rows import deal, lay_out, shard_of, sharded_rows
 from picotron_min.extensions.sharding.units import _views
 from picotron_min.placement import Cut, Placement, placements
+from picotron_min.planner.describe import print_memory
 from picotron_min.planner.memory import memory_of_ranks, shares_of_ranks
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
@@ -396,7 +396,7 @@ def test_create_config_shows_what_sharding_saves_and_sends(capsys):
             "training": {"gradient_accumulation_steps": 4, "seq_length": 4096},
         }
     )
-    create_config.print_memory(config, find_preset("Llama-3.1-8B"))
+    print_memory(config, find_preset("Llama-3.1-8B"))
     out = capsys.readouterr().out
     assert 'sharding "parameters"' in out and "optimizer state    8.0" in out
     assert "weights and gradients are sent for each micro-batch: 4 times a step" in out
