@@ -15,7 +15,7 @@ from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.model_checks import model_problems
 from picotron_min.runtime.public_models import PRESETS, find_preset
-from picotron_min.runtime.wording import choice, divisors, shown
+from picotron_min.runtime.wording import choice, divisors
 
 
 def problems_of(config: Config) -> Iterator[str]:
@@ -65,8 +65,10 @@ def layout_problems(config: Config) -> Iterator[str]:
     pieces = math.lcm(ring, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
     if rest := seq_length % pieces:
         good = choice(n for n in (seq_length - rest, seq_length - rest + pieces) if n)
-        why = f'as cp_size={d.cp_size} with cp_engine="{d.cp_engine}", and tp_size={d.tp_size} with'
-        why += f" sequence_parallel={shown(d.sequence_parallel)} need"
+        causes = [f'cp_size={d.cp_size} with cp_engine="{d.cp_engine}"'] * (d.cp_size > 1)
+        if d.tp_size > 1 and d.sequence_parallel:
+            causes.append(f"tp_size={d.tp_size} with sequence_parallel=true")
+        why = f"which {' and '.join(causes)} need{'s' * (len(causes) == 1)}"
         yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
     if d.tp_overlap and not (d.sequence_parallel and d.overlap):
         needs = "sequence_parallel=true and overlap=true"
@@ -118,7 +120,7 @@ def _missing(name: str, built_in: list[str]) -> str | None:
     if name in built_in or os.path.exists(name) or _on_hub(name):
         return None
     if "/" in name or name.endswith(FILES):
-        return f"there is no {os.path.abspath(name)}"
+        return f"there is no {os.path.abspath(name)}: name a path that exists, or a hub id"
     near = difflib.get_close_matches(name, built_in, cutoff=0.3) or built_in
     return f"use {choice([*near, 'a local path', 'a hub id owner/name'])}"
 

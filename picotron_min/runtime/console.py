@@ -39,6 +39,7 @@ class Console:
         self._best: StepRecord | None = None  # with the lowest loss
         self._evaluations: list[EvalRecord] = []
         self._total, self._recent = Counter(), Counter()  # work of all steps; since the last line
+        self._first = Counter()  # in which torch compiles, and connections are made
         self._line = ""  # of the latest step, until it is printed
         self._began = self._printed_at = 0.0
 
@@ -57,13 +58,14 @@ class Console:
 
     def step(self, record: StepRecord) -> None:
         step, last, seconds = record.step, self._last_step, record.step_seconds
+        done = Counter(steps=1, seconds=seconds, tokens=seconds * record.tokens_per_second)
         if not self._steps:
-            self._began = time.perf_counter() - seconds
+            self._began, self._first = time.perf_counter() - seconds, done
         self._steps[1:] = [record]
         both = (self._best or record, record)
         self._best = min(both, key=lambda r: (math.isnan(r.loss), r.loss))
         for work in (self._total, self._recent):
-            work.update(steps=1, seconds=seconds, tokens=seconds * record.tokens_per_second)
+            work.update(done)
         # The pace so far, with the evaluations and checkpoints between the steps.
         pace = (time.perf_counter() - self._began) / self._total["steps"]
         self._line = (
@@ -109,7 +111,8 @@ class Console:
             rows["trained"] = f"{steps}, {human(work['tokens'])} tokens in {took}"
             if first.step > 1:  # resumed
                 rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
-            rows["speed"] = self._speed(work)
+            later = work - self._first
+            rows["speed"] = self._speed(later or work) + ", without the first step" * bool(later)
             rows["loss"], best = f"{first.loss:.4f} -> {latest.loss:.4f}", self._best
             if not latest.loss - best.loss <= abs(best.loss) / 2:  # also if it is not a number
                 rows["loss"] += f", far above the lowest, {best.loss:.4f} in step {best.step}"

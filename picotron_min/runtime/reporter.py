@@ -247,10 +247,13 @@ def describe(inputs: Inputs) -> dict[str, str]:
     if config.dataset.packing == "bfd":
         how = f"best fit with {batches.padding:.1%} padding"
     apart = f", apart, {how}" if config.dataset.document_mask else ""
+    device = inputs.device.type
+    if device == "cpu" and not config.distributed.use_cpu:
+        device = "cpu (torch finds no GPU)"
     begins = m.weights or f"random weights, seed {t.seed}"
     rows = {
         "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
-        "layout": f"{config.world_size} x {inputs.device.type} over {inputs.backend}: {sizes}",
+        "layout": f"{config.world_size} x {device} over {inputs.backend}: {sizes}",
         "step": f"{human(batches.tokens_per_step)} tokens:"
         f" {counted(batches.global_batch, 'sequence')} of {t.seq_length}, {t.micro_batch_size}"
         f" a micro-batch, {counted(t.gradient_accumulation_steps, 'micro-batch')} a rank",

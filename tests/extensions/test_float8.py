@@ -302,11 +302,13 @@ def test_8_bits_are_planned_where_a_gpu_has_them():
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_header_of_a_run_names_it(fp8):
-    config = parse_config({"model": {"fp8": fp8}, "distributed": {"use_cpu": True}})
+def test_the_header_of_a_run_names_it_and_says_why_it_is_on_a_cpu(fp8):
+    config = parse_config({"model": {"fp8": fp8}, "distributed": {"use_cpu": fp8}})
     batches = SimpleNamespace(tokens_per_step=8, global_batch=1, num_eval_sequences=0)
     text = SimpleNamespace(tokens=range(64), num_documents=1)
     here = {"device": torch.device("cpu"), "backend": "gloo", "start": None, "meters": ()}
     inputs = {"config": config, "model_config": MODEL, "batches": batches, "text": text} | here
     header = describe(SimpleNamespace(**inputs))
     assert header["model"].endswith(" in float32, linears in FP8" if fp8 else " in float32")
+    device = "cpu" if fp8 else "cpu (torch finds no GPU)"
+    assert header["layout"].startswith(f"1 x {device} over gloo: ")

@@ -192,7 +192,8 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
         "loging is not known: did you mean logging?",
         "warmup_steps=900: must be below total_train_steps=200",
         "min_learning_rate=1.0 is above learning_rate=0.0003",
-        "dataset.name=nowhere.txt: there is no /",
+        f"dataset.name=nowhere.txt: there is no {Path('nowhere.txt').absolute()}: name a path that"
+        " exists, or a hub id",
         "tp_size=3 does not divide num_attention_heads=4: use 1 or 2",
         "tp_size=3 does not divide num_key_value_heads=2: use 1 or 2",
     ]
@@ -436,17 +437,19 @@ def test_how_experts_are_trained_is_harmless_without_any():
 
 
 def test_a_sequence_that_cannot_be_cut_is_reported_with_the_lengths_that_can():
-    ring = {"distributed": {"cp_size": 4}, "training": {"seq_length": 252}}
+    unused = {"sequence_parallel": True}  # with tp_size=1
+    ring = {"distributed": {"cp_size": 4} | unused, "training": {"seq_length": 252}}
     parse_config({"training": {"seq_length": 255}})  # uncut, any length will do
     assert problems(ring) == [
-        'seq_length=252 cannot be cut into 8 equal pieces, as cp_size=4 with cp_engine="ring", and'
-        " tp_size=1 with sequence_parallel=false need: use 248 or 256"
+        "seq_length=252 cannot be cut into 8 equal pieces, which cp_size=4 with"
+        ' cp_engine="ring" needs: use 248 or 256'
     ]
     parse_config(ring | {"distributed": {"cp_size": 4, "cp_engine": "ulysses"}})
     both = {"cp_size": 2, "tp_size": 2, "sequence_parallel": True, "cp_engine": "ulysses"}
     (problem,) = problems({"distributed": both, "training": {"seq_length": 2}})
-    assert problem.startswith("seq_length=2 cannot be cut into 4 equal") and problem.endswith(
-        "use 4"
+    assert problem == (
+        'seq_length=2 cannot be cut into 4 equal pieces, which cp_size=2 with cp_engine="ulysses"'
+        " and tp_size=2 with sequence_parallel=true need: use 4"
     )
 
 
