@@ -132,6 +132,16 @@ twice_forward: The sum is twice forward, and should be three times: backward alo
     return 3 * => return 2 *
 of_a_sequence: The FLOPs of a whole sequence are returned: one token's are asked for.
     return 3 * => return 3 * seq_length *
+all_parameters: All parameters are counted, also the embedding, norms and experts that a token does
+    not use: no token is multiplied with these.
+- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
++ layers = sum(parts["attention"] for parts in flops_of_layers(model_config, seq_length))
+    head_flops(model_config) => 2 * parameter_count(model_config)
+scores_again: Attention's backward has the scores once more, as flash attention computes them: what
+    is computed twice is not the model's own.
+- return 3 * (layers + head_flops(model_config))
++ again = sum(parts["attention"] // 2 for parts in flops_of_layers(model_config, seq_length))
++ return 3 * (layers + head_flops(model_config)) + again
 also_right:
 def model_flops_per_token(model_config, seq_length):
     total = 0

@@ -96,6 +96,11 @@ no_cool_down: There is no cool-down: as many backwards as the warm-up has forwar
 as_many_as_micro_batches: The warm-up is counted from the micro-batches: it depends on the ranks
     behind, however many micro-batches follow.
     ranks - rank - 1 => max(0, num_micro_batches - rank - 1)
+warmup_not_cut: Where there are fewer micro-batches than ranks behind, the warm-up has forwards of
+    micro-batches that do not exist.
+- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
++ plan, w = alternating([num_micro_batches], chunks, ranks - rank - 1), ranks - rank - 1
++ return [Action(Kind.FORWARD, i) for i in range(w)] + plan[min(num_micro_batches, w) :]
 also_right:
 def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
     forwards = [Action(Kind.FORWARD, i) for i in range(num_micro_batches)]

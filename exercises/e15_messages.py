@@ -207,6 +207,12 @@ neighbours: Messages go to the next or the previous rank in a ring: `place` says
     in inputs.items() => in inputs_of(plans, loop).items()
 no_receives: Messages are sent, but not received.
     complete[peer].append(receiver._replace(kind=RECEIVES[action.kind], peer=rank)) => pass
+no_time: The order is of messages that take no time: of two ranks that end together the one
+    downstream can come first, and the other's receive is posted late.
+    send_time=2**-20 => send_time=0
+any_order: The order is one in which every input comes first, not of the moments at which actions
+    end: receives are posted late.
+    sorted(spans, key=lambda event: (spans[event].end, event[0])) => in_order(plans, inputs)
 also_right:
     send_time=2**-20 => send_time=1e-6
 - peer, receiver = receiver_of.get((rank, action), (rank, None))

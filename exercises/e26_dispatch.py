@@ -206,6 +206,16 @@ weighted_twice: Results are weighted on return: run has weighted them already.
     add_chunks(out, lengths, self.etp) => own * add_chunks(out, lengths, self.etp)
 own_tokens_checked: Arriving rows, of all ranks, are compared with the tokens of this rank alone.
     len(x) * self.axis.size) => len(x))
+counts_travel_in_vain: Counts travel also where every rank sends the same number of rows to every
+    expert: self.limit.rows_each says so without a message.
+- leaving = arriving = [[rows_each] * shape[-1]] * self.axis.size
++ leaving = [[rows_each] * shape[-1]] * self.axis.size
++ arriving = all_to_all(torch.tensor(leaving), self.axis, 0, 0).tolist()
+all_repeated_as_a_whole: Rows and weights are repeated as a whole, a b a b, and added like that:
+    copies for the ranks of etp lie side by side, a a b b.
+    repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
+    repeat_chunks(pairs.sort(weights), lengths, self.etp) => pairs.sort(weights).repeat(self.etp)
+    add_chunks(out, lengths, self.etp) => out.unflatten(0, (self.etp, -1)).sum(0)
 also_right:
     .expand(-1, self.etp, -1).flatten(0, 1) => .squeeze(1).repeat_interleave(self.etp, 0)
 - by_expert = Pairs(arrived[:, None], len(arrived))

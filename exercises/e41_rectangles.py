@@ -135,6 +135,11 @@ past_the_piece: A document that is longer than the piece of queries is not cut a
 empty_keys: Documents that begin where a piece of keys ends are yielded with an empty slice of keys:
     compare its ends by <, not by <=.
     left < right => left <= right
+outside_the_keys: Documents that do not reach into a piece of keys are yielded, with an empty slice.
+    left < right => True
+keys_not_cut: A document that began before a piece of keys is not cut at the piece's start.
+    max(begin, k) - k, min(end => begin - k, min(end
+    left < right => max(left, 0) < right
 also_right:
 def rectangles(lengths, query_starts, key_starts, width):
     found, begin = [], 0
