@@ -216,14 +216,14 @@ def test_nothing_is_left_of_a_contender_in_the_next_one_s_memory(pool):
 def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
     # Which takes 10 seconds here: that our model compiles is shown by test_compile.py.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(Preset, "micro_batches", [4])
+    monkeypatch.setattr(Preset, "micro_batches", [1])
     options = ["--presets", "tiny", "--device", "cpu", "--steps", "2"]
     gpu.main([*options, "--profile", str(tmp_path / "traces")])
     assert "traceEvents" in json.loads((tmp_path / "traces" / "tiny.json").read_text())
     shown = capsys.readouterr().out
     assert "Self CPU" in shown
     for who in ("picotron-min", "transformers"):
-        assert re.search(rf"^{who} +4 .*%.*^{who} compiled +4 .*%", shown, re.DOTALL | re.MULTILINE)
+        assert re.search(rf"^{who} +1 .*%.*^{who} compiled +1 .*%", shown, re.DOTALL | re.MULTILINE)
 
 
 BARE = """
