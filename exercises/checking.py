@@ -10,184 +10,13 @@ as the student's version in all of them is named. Of other versions the answer s
 results have in common, or shows the smallest case that fails.
 """
 
-import linecache
-import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from exercises.calls import Call, Calls, changed_argument, wrong_call
-from exercises.compare import common_pattern, equal, first_difference, only_wrong
-from exercises.counts import traffic_problem
-from exercises.exercise import (
-    GATES,
-    ROOT,
-    Case,
-    Exercise,
-    Mistake,
-    Verdict,
-    in_common,
-    order_of,
-)
-from exercises.loading import course_with
-from exercises.ranks import Record, run_case
-from exercises.simulated_dist import simulated
-from exercises.source import BadFile, solution
-from exercises.world import Deadlock
-
-
-class Failure(NamedTuple):
-    """Why a case has no results."""
-
-    kind: str  # not_written, deadlock, exception, unusable_file
-    what: str  # without lines of code: the same for the same mistake written differently
-    text: str  # for the student
-    line: str = ""  # of the student's code, without a comment
-
-
-@dataclass(eq=False)
-class CaseResult:
-    case: Case
-    records: list[Record] = field(default_factory=list)
-    failure: Failure | None = None
-    problems: dict[str, str] = field(default_factory=dict)  # by gate that failed
-    expected: list[dict] = field(default_factory=list)
-    calls: dict[int | None, list[Call]] = field(default_factory=dict)  # by rank
-    keeps: bool = False  # something between calls, without which all is right
-
-    @property
-    def values(self) -> list[dict]:
-        return [record.values for record in self.records]
-
-    def same_as(self, other: "CaseResult", in_line: bool = False) -> bool:
-        """Whether both did the same, as far as gates can see; `in_line`: or failed in one line."""
-        mine, theirs = self.failure, other.failure
-        if mine and theirs:
-            return mine[:2] == theirs[:2] and (not in_line or mine.line == theirs.line)
-        is_alike = not mine and not theirs and self._seen == other._seen
-        return is_alike and equal(self.values, other.values)
-
-    @property
-    def all_calls(self) -> list[Call]:
-        return [call for calls in self.calls.values() for call in calls]
-
-    @property
-    def _seen(self) -> tuple[dict, list]:
-        """What gates other than V have seen."""
-        problems = {gate: problem for gate, problem in self.problems.items() if gate != "V"}
-        return problems, [record.sent for record in self.records]
-
-
-Outcome = list[CaseResult]
-
-
-def outcome_of(
-    exercise: Exercise,
-    text: str,
-    path: Path,
-    seed: int = 0,
-    places: list[int] | None = None,
-    forgets: bool = False,
-    is_watched: bool = True,
-) -> Outcome:
-    """Run all cases, or those at some places, with the definition in a student's text.
-
-    `forgets`: a function, or a method, is made anew for each call, so that it keeps nothing.
-    `is_watched`: its calls are noted.
-    """
-    cases, calls, results = exercise.seeded_cases(seed), Calls(), []
-    watch = calls.watch if is_watched else lambda definition: definition
-    cases = cases if places is None else [cases[i] for i in places]
-    linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
-    with simulated():
-        try:
-            with course_with(exercise, text, path, watch, forgets) as course:
-                for case in cases:
-                    results.append(_result_of(exercise, case, course, path))
-                    results[-1].calls = calls.take()
-                return results
-        except Exception as error:  # raised while the student's file was imported
-            if not isinstance(error, BadFile) and not _lines_of(path, error):
-                raise  # an error of this checker
-            return [CaseResult(case, failure=failure_of(error, path)) for case in cases]
-
-
-def outcome_of_student(exercise: Exercise, text: str, path: Path, seed: int) -> Outcome:
-    """All cases, and the first that fails once more, alone, with a function that forgets."""
-    outcome = outcome_of(exercise, text, path, seed)
-    for first in _failed(outcome)[:1]:
-        again = outcome_of(exercise, text, path, seed, [outcome.index(first)], forgets=True)
-        first.keeps = not _failed(again)
-    return outcome
-
-
-def _failed(outcome: Outcome) -> Outcome:
-    """The smallest case first."""
-    return sorted((r for r in outcome if r.failure or r.problems), key=lambda r: order_of(r.case))
-
-
-def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult:
-    result = CaseResult(case)
-    try:
-        result.records = run_case(course, case, exercise.on_rank, path)
-    except BaseException as error:  # SystemExit, too
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        result.failure = failure_of(error, path)
-        return result
-    result.expected = exercise.expected(case)
-    problems = {"V": first_difference(result.values, result.expected)}
-    if exercise.traffic:
-        problems["B"] = traffic_problem(exercise.traffic(case), result.records)
-    for gate, problem_of in (("M", exercise.memory), ("O", exercise.order)):
-        if problem_of:
-            found = (problem_of(case, rank, record) for rank, record in enumerate(result.records))
-            problems[gate] = next(filter(None, found), "")
-    left = [(rank, what) for rank, r in enumerate(result.records) for what in r.unawaited]
-    if left and not problems.get("O"):
-        what = "rank {} starts {}, and never waits for it".format(*left[0])
-        problems["O"] = f"{what}: its memory may still be read or written"
-    for rank, record in enumerate(result.records):
-        if record.changed and not problems.get("O"):
-            what = f"rank {rank} changes a tensor while it is sent to rank {record.changed[0]}"
-            problems["O"] = f"{what}: until the message is awaited, its memory is still read"
-    result.problems = {gate: problem for gate, problem in problems.items() if problem}
-    return result
-
-
-def failure_of(error: BaseException, path: Path) -> Failure:
-    """What to answer for an error that a student's version has raised."""
-    if isinstance(error, NotImplementedError) and not str(error):
-        what = "not written yet: replace `raise NotImplementedError` by your code"
-        return Failure("not_written", what, f"This is {what}.")
-    if isinstance(error, Deadlock):
-        lines = "\n".join(f"    {line}" for line in error.lines)
-        return Failure("deadlock", str(error), f"Deadlock: {error}.\n{lines}".rstrip())
-    if isinstance(error, BadFile):
-        return Failure("unusable_file", str(error), f"Your file cannot be used: {error}.")
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = _lines_of(path, error)
-    what = "".join(traceback.format_exception_only(error)).strip()
-    rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
-    course = [f for f in frames if f.filename.startswith(str(ROOT / "picotron_min"))]
-
-    def shown(frame: traceback.FrameSummary) -> str:
-        return f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
-
-    lines = [*map(shown, mine)]
-    if not mine:  # what the function returned, or did not do, was noticed later
-        ours = [f for f in frames if f.filename.startswith(str(ROOT / "exercises"))]
-        ours = course or [f for f in ours if f.line[:6] != "raise "] or frames
-        lines = [f"noticed later, in {shown(ours[-1])}"]
-    elif course and frames.index(course[-1]) > frames.index(mine[-1]):
-        lines.append(shown(course[-1]))
-    text = "\n    ".join([f"Your version fails{rank}: {what}", *lines])
-    return Failure("exception", what, text, mine[-1].line.partition("  #")[0] if mine else "")
-
-
-def _lines_of(path: Path, error: BaseException) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)  # many, if a function calls itself
-    return [*{f.lineno: f for f in frames if f.filename == str(path)}.values()]
+from exercises.calls import changed_argument, wrong_call
+from exercises.compare import common_pattern, only_wrong
+from exercises.exercise import GATES, Exercise, Mistake, Verdict, in_common, order_of
+from exercises.outcome import Outcome, failed_of, outcome_of, outcome_of_student
+from exercises.source import solution
 
 
 def check(
@@ -202,7 +31,7 @@ def verdict_on(
 ) -> Verdict:
     """What a check answers, given what a student's version did in all cases."""
     gates = dict.fromkeys(exercise.gates, "")
-    failed = _failed(outcome)
+    failed = failed_of(outcome)
     for result in reversed(failed):  # what remains is of the smallest case
         if result.failure:
             gates = dict.fromkeys(gates, "not checked")
@@ -238,31 +67,43 @@ def _changed(exercise: Exercise, outcome: Outcome, seed: int) -> str:
 def _known(
     exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
 ) -> tuple[str, str] | None:
-    """Name and sentence of the known mistake that does the same in all cases, or in all that fail.
+    """Name and sentence of the known mistake that does the same in all cases, or in some of them.
 
-    The latter must fail in fewer other cases than the version does: a student may, for example,
-    have written one rank as a case of its own. Two mistakes can raise the same error. So if every
-    failing case raises one, the line must be the same, too.
+    In those that fail: then it must fail in fewer other cases than the version does, for a student
+    may have written one rank as a case of its own. Or in those without an error: others crash.
+    Two mistakes can raise the same error, so the line must be the same, too, or no other mistake
+    raises these errors, which differ from case to case.
     """
     crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
-    def agrees(mistake: Mistake, places: list[int]) -> list[bool]:
+    def agrees(mistake: Mistake, places: list[int], in_line: bool = crashes_only) -> list[bool]:
         if mistake.name in others:
             its = [others[mistake.name][i] for i in places]
         else:
             text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
             its = outcome_of(exercise, text, path, seed, places, is_watched=False)
-        return [outcome[i].same_as(its[k], crashes_only) for k, i in enumerate(places)]
+        return [outcome[i].same_as(its[k], in_line) for k, i in enumerate(places)]
 
-    places, partly = [outcome.index(result) for result in failed], None
+    everywhere, places = [*range(len(outcome))], [outcome.index(result) for result in failed]
+    finished = [i for i in everywhere if not outcome[i].failure]
+    first, partly = [i for i in places if i in finished][:1], None
     for mistake in exercise.mistakes:
-        if all(agrees(mistake, places[:1])):
-            same = agrees(mistake, [*range(len(outcome))])
+        if all(agrees(mistake, first or places[:1])):
+            same = agrees(mistake, everywhere)
             if all(same):
                 return mistake.name, mistake.sentence
+            where = ""
             if all(same[i] for i in places) and same.count(False) < len(failed):
                 where = "In the cases that fail, it does the same as this mistake: "
-                partly = partly or (mistake.name, where + mistake.sentence)
+            elif first and all(same[i] for i in finished):
+                where = "Where no error is raised, it does the same as this mistake: "
+            if where and not partly:
+                partly = mistake.name, where + mistake.sentence
+    if not partly and crashes_only and len({r.failure.what for r in failed}) > 1:
+        alike = [m for m in exercise.mistakes if all(agrees(m, places[:1], in_line=False))]
+        alike = [m for m in alike if all(agrees(m, everywhere, in_line=False))]
+        if len(alike) == 1:
+            partly = alike[0].name, f"This mistake raises the same errors: {alike[0].sentence}"
     return partly
 
 

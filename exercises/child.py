@@ -26,9 +26,10 @@ except ImportError:  # Windows: a check has no limit there but its time
 
 import torch
 
-from exercises.checking import check, failure_of, outcome_of_student, verdict_on
+from exercises.checking import check, verdict_on
 from exercises.design_schedule import measure_schedule
 from exercises.exercise import Verdict, load
+from exercises.outcome import failure_of, outcome_of_student
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 from exercises.source import BadFile, parse_checked, solution
 from exercises.world import line_in

@@ -154,6 +154,9 @@ layers_of_stage: The std depends on how many layers this stage has, not on how m
 cuts_for_owned: Each rank fills what it computes with: where the optimizer is sharded, it must fill
     what it owns, which is less.
     .owned => .cuts
+all_layers: The std depends on all layers, also on those that predict further tokens: these are not
+    in the residual stream of the model's own.
+    model_config.num_hidden_layers => model_config.num_layers
 also_right:
 def initialise(parameters, model_config, seed, placements, axes):
     shapes, layers = model_config.parameter_shapes(), model_config.num_hidden_layers

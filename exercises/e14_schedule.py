@@ -101,6 +101,21 @@ warmup_not_cut: Where there are fewer micro-batches than ranks behind, the warm-
 - return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
 + plan, w = alternating([num_micro_batches], chunks, ranks - rank - 1), ranks - rank - 1
 + return [Action(Kind.FORWARD, i) for i in range(w)] + plan[min(num_micro_batches, w) :]
+one_backward_missing: The cool-down begins one backward too late: the first of its gradients is
+    never sent on.
+- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
++ plan, m = alternating([num_micro_batches], chunks, ranks - rank - 1), num_micro_batches
++ first = Action(Kind.BACKWARD, max(0, m - (ranks - rank - 1)))
++ return [action for action in plan if rank == ranks - 1 or action != first]
+groups_of_ranks: Micro-batches come in groups of as many as there are ranks, as with interleaved
+    stages: those that are left over are never run.
+    [num_micro_batches] => [ranks] * (num_micro_batches // ranks)
+cool_down_from_a_stack: The cool-down takes the newest micro-batch first, as from a stack: its
+    gradient comes last, and the rank waits for it.
+- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
++ plan, w = alternating([num_micro_batches], chunks, ranks - rank - 1), ranks - rank - 1
++ begin = len(plan) - min(num_micro_batches, w)
++ return plan[:begin] + plan[begin:][::-1]
 also_right:
 def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
     forwards = [Action(Kind.FORWARD, i) for i in range(num_micro_batches)]

@@ -248,6 +248,18 @@ extra_left_out: The model does not get batch.extra, which some kinds of attentio
 kept_in_evaluation: Inputs are kept in self.live in evaluation, too: no backward takes them out.
     if torch.is_grad_enabled(): => if True:
     get_gradient_edge(out) => get_gradient_edge(out) if out.requires_grad else None
+waits_within_the_watch: It waits for the activation of the previous stage within self.watch: that
+    time counts as computing.
+- x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
+- if not stage.is_first:
+-     x.requires_grad_(torch.is_grad_enabled())  # a leaf: the graph of a stage begins here
+- with self.watch(action):
++ with self.watch(action):
++     x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
++     if not stage.is_first:
++         x.requires_grad_(torch.is_grad_enabled())
+ignored_counted: All targets are counted, also those that are ignored.
+    batch.num_targets => batch.targets.numel()
 also_right:
     x.requires_grad_(torch.is_grad_enabled()) => x.requires_grad = torch.is_grad_enabled()
 - self.totals[0] += out.detach()

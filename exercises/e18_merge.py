@@ -113,6 +113,9 @@ not_weighted: The blocks are added without weights: each is a mean already.
     (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * => out_1 +
 larger_lse: The common lse is taken as the larger one: the weights do not add up to 1.
     logaddexp => maximum
+lse_without_the_maximum: The lse that is returned lacks the maximum that was subtracted: in the next
+    merge these blocks count too little.
+    * out_2, lse => * out_2, lse - torch.maximum(lse_1, lse_2)
 also_right:
 def merge_blocks(out_1, lse_1, out_2, lse_2):
     share = torch.sigmoid(lse_2 - lse_1)[..., None]

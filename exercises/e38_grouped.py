@@ -21,12 +21,15 @@ import torch
 
 from exercises.exercise import Case, Dice, draw
 
-# Where each tensor begins in its buffer, in sizes of a tensor; None: it has none.
+# Where each tensor begins in its buffer, in sizes of a tensor (of a row, if they are columns of one
+# matrix); None: it has none.
 PLACES = {"side by side": [0, 1, 2], "with gaps": [1, 3, 5, 7], "uneven": [0, 1, 3]}
 PLACES |= {"uneven at the end": [0, 1, 2, 4], "backwards": [4, 2, 0], "alone": [1]}
 PLACES |= {"one is missing": [0, None, 2], "two buffers": [0, 1, 2]}
 PLACES |= {"two buffers at the end": [0, 1, 2, 3], "no views": [0, 1, 2]}
 PLACES |= {"all are missing": [None, None], "transposed": [0, 2, 4], "a pair": [2, 5]}
+PLACES |= {"columns of a matrix": [0, 1, 2]}
+FINE = ("side by side", "with gaps", "a pair", "transposed", "no views", "columns of a matrix")
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -38,13 +41,16 @@ def tensors_of(case: Case) -> list:
     """The tensors, in their buffers; the last of two buffers begins as the first one does."""
     stride = (1, case.rows) if case.lies == "transposed" else (case.columns, 1)
     size, numel, tensors = (case.rows, case.columns), case.rows * case.columns, []
+    unit = numel
+    if case.lies == "columns of a matrix":
+        stride, unit = (3 * case.columns, 1), case.columns
     buffers = [draw(case, "buffer", i, shape=(9 * numel,)) for i in (0, 1)]
     for i, place in enumerate(PLACES[case.lies]):
         is_last = i == len(PLACES[case.lies]) - 1
         buffer = buffers["two buffers" in case.lies and is_last]
         # Without the graph of a view there is no `_base`: the storage alone tells.
         buffer = buffer.data if case.lies == "no views" else buffer
-        tensors.append(None if place is None else buffer.as_strided(size, stride, place * numel))
+        tensors.append(None if place is None else buffer.as_strided(size, stride, place * unit))
     return tensors
 
 
@@ -59,7 +65,7 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     tensors, before = tensors_of(case), None
-    if case.lies in ("side by side", "with gaps", "a pair", "transposed", "no views"):
+    if case.lies in FINE:
         before = torch.stack(tensors)
         tensors = list(before + draw(case, "addend", shape=before.shape))
     return [{"joined": before, "tensors, after something is added to it": tensors}]
@@ -104,6 +110,18 @@ missing_not_refused: That all are missing is not noticed: None has no offset.
     1 or None in buffers => 1
 one_alone: A single tensor is not refused: it has no distance to a next one.
     (tensors) < 2 or len(buffers) => (buffers)
+overlap_refused: Tensors whose distance is below their size are taken to overlap: columns of one
+    matrix lie between one another, and have a view in common.
+    min(distances) < 0 => min(distances) < first.numel()
+sorted: Tensors are sorted by where they lie: the result has them in another order than was given.
+- first, places = tensors[0], [tensor.storage_offset() for tensor in tensors]
++ tensors = sorted(tensors, key=lambda tensor: tensor.storage_offset())
++ first, places = tensors[0], [tensor.storage_offset() for tensor in tensors]
+ends_compared: Only the first and the last tensor are looked at: distances between them can be
+    uneven.
+- distances = {after - before for before, after in pairwise(places)}
++ distance, rest = divmod(places[-1] - places[0], len(places) - 1)
++ distances = {distance, distance + rest}
 also_right:
 def joined_view(tensors):
     if len(tensors) < 2 or any(t is None for t in tensors):

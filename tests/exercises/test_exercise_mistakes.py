@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from exercises import exercise as catalogue
-from exercises.checking import Outcome, outcome_of, verdict_on
+from exercises.checking import verdict_on
 from exercises.exercise import Exercise
+from exercises.outcome import Outcome, outcome_of
 from exercises.source import solution
 
 EXERCISES = [catalogue.load(number) for number in catalogue.files()]
