@@ -9,8 +9,7 @@ from torch import Tensor
 
 from difference.algebra import FITS, keys_of, ranges, same
 from difference.compare import TOLERANCE, Compared, Comparison
-from difference.parts import head_of
-from difference.places import chunk, indices_of, positions, take
+from difference.places import indices_of, take
 from difference.taps import BIAS, Key
 from difference.tiny import Trial, text_of
 from difference.whole import batch_of
@@ -247,29 +246,28 @@ def counted(one: Compared, both: Comparison) -> str:
     return ""
 
 
-def summed_vocabulary(one: Compared, both: Comparison) -> str:
-    """A loss in which a rank's part of the vocabulary stands for the whole one."""
-    layout, of = both.trial.layout, one.key._replace(phase="forward")
-    if one.key[1:3] != ("forward", "loss") or layout.tp == 1:
+def rows_scaled(one: Compared, both: Comparison) -> str:
+    """Each token has a factor of its own: what it is divided by is wrong."""
+    if one.got.ndim < 2 or one.got.shape[-1] < 2:
         return ""
-    x, targets = both.whole[of._replace(name="model.norm")], both.whole[of._replace(name="targets")]
-    logits = x @ head_of(both, one.key.step).T
-    places = [positions(one.at, layout, targets.shape[1])]
-    logits, targets = (take(t, [range(len(t)), *places]).flatten(0, 1) for t in (logits, targets))
-    logits, targets = logits[targets >= 0], targets[targets >= 0]
-    logits -= logits.amax(1, keepdim=True)
-    ids = [[*chunk(range(logits.shape[1]), t, layout.tp)] for t in range(layout.tp)]
-    most = torch.stack([logits[:, i].amax(1) for i in ids])  # [tp, tokens]
-    sums = torch.stack([logits[:, i].exp().sum(1) for i in ids])
-    owner = torch.tensor([t for t, of_rank in enumerate(ids) for _ in of_rank])[targets]
-    at_target = logits.gather(1, targets[:, None])[:, 0]
-    mine = at_target * (owner == one.at.tp)
-    of_owner = most.gather(0, owner[None])[0]
-    guesses = {
-        "subtracts each rank's own largest logit": (sums / most.exp()).sum(0).log()
-        - (at_target - of_owner),
-        "sums the exponentials of this rank's logits alone": sums[one.at.tp].log() - at_target,
-        "lacks a target's logit that another rank has": sums.sum(0).log() - mine,
-        "sums nothing over the ranks of the vocabulary": sums[one.at.tp].log() - mine,
-    }
-    return next((f"it {how}" for how, loss in guesses.items() if same(one.got, loss.sum())), "")
+    got, right = one.got.flatten(0, -2), one.right.flatten(0, -2)
+    factors = (got * right).sum(1) / right.square().sum(1)
+    is_each = factors.all() and ((factors - 1).abs() > 1e-6).all()  # else: see `region`
+    if not is_each or not same(got, factors[:, None] * right):
+        return ""
+    sums, should = got.sum(1), right.sum(1)
+    if same(should, should.mean().expand_as(should)):
+        few = f"{sums.min():.4g} to {sums.max():.4g}"
+        return f"each token's numbers add up to {few}, and should to {should[0]:.4g}"
+    return "each token has another number of times what it should have"
+
+
+def drawn(one: Compared, both: Comparison) -> str:
+    """Random numbers of the right size, but not these."""
+    if one.key.phase != "initial" or one.got.numel() < 64:
+        return ""
+    few, close = one.got.numel() ** -0.5, one.got.std() / one.right.std() - 1
+    likeness = torch.corrcoef(torch.stack([one.got.flatten(), one.right.flatten()]))[0, 1]
+    isdrawn = max(abs(close), abs(likeness)) < 5 * few
+    how = "by another seed, or after other draws"
+    return f"it is drawn anew, with the right standard deviation: {how}" * bool(isdrawn)

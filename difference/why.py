@@ -15,23 +15,24 @@ Hypotheses are tried in the order of HYPOTHESES; the first that fits gives the s
 import math
 from itertools import combinations, product
 
-import torch
 from torch import Tensor
 
-from difference.algebra import REDUCTIONS, ranges, same, scaled_by_parts, weights_of
+from difference.algebra import REDUCTIONS, same, scaled_by_parts, weights_of
 from difference.compare import Compared, Comparison
-from difference.parts import REST, Parts, head_of, parts_of, products, squares, with_own_lse
+from difference.logits import logits_gradient, summed_vocabulary
+from difference.parts import REST, Parts, parts_of, products, squares, with_own_lse
 from difference.places import Here, along, take
 from difference.reads import (
     are,
     counted,
+    drawn,
     key_heads,
     keys_seen,
     places,
     region,
     rotation,
+    rows_scaled,
     rows_seen,
-    summed_vocabulary,
 )
 
 
@@ -62,7 +63,9 @@ def size_named(c: float, both: Comparison) -> str:
     layout, m = both.trial.layout, both.trial.workload.num_micro_batches
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
     products = {"dp x cp": layout.dp * layout.cp, "dp x micro-batches": layout.dp * m}
-    products |= {"ranks": layout.world_size, "targets of the step": both.num_targets(step=0)}
+    targets = both.num_targets(step=0)
+    products |= {"ranks": layout.world_size, "targets of the step": targets}
+    products["targets of a micro-batch"] = targets / (layout.dp * m)
     for group in (sizes | {"micro-batches": m}, products):
         for factor, before in ((c, ""), (1 / c if c else 0, "1/")):
             fits = [name for name, n in group.items() if n > 1 and math.isclose(factor, n)]
@@ -266,33 +269,7 @@ def _own_keys(one: Compared, both: Comparison) -> str:
     return "its backward has the log-sum-exp of each rank's own keys, not of all keys" * is_own
 
 
-def _logits(one: Compared, both: Comparison) -> str:
-    """Of the last norm's gradient, a product with the head: where the logits' gradient is wrong."""
-    if one.key[1:3] != ("backward", "model.norm"):
-        return ""
-    weight, error = head_of(both, one.key.step), (one.got - one.right).flatten(0, 1)
-    if len(weight) > len(weight[0]):
-        return ""  # no single answer
-    found = torch.linalg.lstsq(weight.T, error.T).solution.T  # [tokens, ids]
-    if not same(found @ weight, error):
-        return ""
-    targets = both.whole[one.key._replace(phase="forward", name="targets")]
-    at_target = take(targets, one.indices[:2]).flatten()[:, None] == torch.arange(len(weight))
-    is_wrong, sentences = found.abs() > 1e-6 * found.abs().max(), []
-    for where, name in ((is_wrong & at_target, "the target"), (is_wrong & ~at_target, "")):
-        ids, values = where.any(0).nonzero()[:, 0].tolist(), found[where]
-        if not ids:
-            continue
-        if not name and len(ids) > 3:
-            return ""
-        much = float(values.mean())
-        is_one = bool((values - much).abs().max() <= 1e-6 * abs(much))
-        how = f"is {abs(much):.6g} too {'large' if much > 0 else 'small'}" if is_one else "is wrong"
-        at = name or f"id{'s' * (len(ids) > 1)} {ranges(ids)}"
-        sentences.append(f"{how} at {at}, in {int(where.any(1).sum())} of {len(found)} tokens")
-    return f"the gradient of the logits {', and '.join(sentences)}"
-
-
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
-HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _logits]
-HYPOTHESES += [_own_keys, counted, summed_vocabulary, places, _order, region]
+HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _own_keys]
+HYPOTHESES += [logits_gradient, counted, summed_vocabulary, places, _order, rows_scaled, drawn]
+HYPOTHESES += [region]

@@ -89,17 +89,24 @@ def logits(one: Compared, ids: dict[int, float]) -> Tensor:
     return got
 
 
-def loss(one: Compared, own_maximum: bool) -> Tensor:
-    """Of slices of the vocabulary, each less its own maximum; or of the first slice alone."""
+def loss(one: Compared, how: str) -> Tensor:
+    """Of two slices of the vocabulary, ids 0-14 and 15-28, with a mistake."""
     x, targets = (both().whole[one.key._replace(name=of)] for of in ("model.norm", "targets"))
     places = right("forward", "targets").indices[1]
     logits, at_target = (x @ head_of(both(), 0).T)[:, places], targets[:, places, None]
     slices = logits[..., :15], logits[..., 15:]
-    if own_maximum:
+    if how == "own maximum":
         slices = [of - of.amax(-1, keepdim=True) for of in slices]
         sums = sum(of.exp().sum(-1, keepdim=True) for of in slices)
         return (sums.log() - torch.cat(slices, -1).gather(-1, at_target)).sum()
-    return (slices[0].logsumexp(-1, keepdim=True) - logits.gather(-1, at_target)).sum()
+    if how == "own sum":
+        return (slices[0].logsumexp(-1, keepdim=True) - logits.gather(-1, at_target)).sum()
+    whole = (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, at_target)).sum()
+    if how == "not shifted":
+        return whole - logits.amax(-1).sum()
+    others = {"nearest": (15, 14), "first": (15, 0)}[how]
+    also = logits.gather(-1, torch.where(at_target < 15, *others))
+    return whole - (also - logits.amax(-1, keepdim=True)).sum()
 
 
 def other_rows(one: Compared) -> Tensor:
@@ -147,6 +154,7 @@ FORMULAS = [
     (OUT, lambda one: got("forward", "model.layers.0.mlp"), "it is model.layers.0.mlp, another"),
     (OUT, lambda one: one.got.float().double(), "rounding of float32"),
     (OUT, lambda one: one.got * (torch.arange(4) < 2)[:, None], "positions 2-3 are zero, and"),
+    (OUT, lambda one: one.got * (1 + (torch.arange(4) > 1))[:, None], "positions 2-3 are wrong"),
     (
         OUT,
         lambda one: one.got + (torch.arange(4) == 3)[:, None],
@@ -166,8 +174,12 @@ FORMULAS = [
         lambda one: one.got + head_of(both(), 0)[targets_of(one)],
         "1 too large at the tar",
     ),
-    (LOSS, lambda one: loss(one, True), "it subtracts each rank's own largest logit"),
-    (LOSS, lambda one: loss(one, False), "sums the exponentials of this rank's logits alone"),
+    (LOSS, lambda one: loss(one, "own maximum"), "it subtracts each rank's own largest logit"),
+    (LOSS, lambda one: loss(one, "own sum"), "sums the exponentials of this rank's logits alone"),
+    (LOSS, lambda one: loss(one, "not shifted"), "from the others alone, not from the target's"),
+    (LOSS, lambda one: loss(one, "nearest"), "in other slices the id that is nearest to the ta"),
+    (LOSS, lambda one: loss(one, "first"), "it counts in other slices their first id"),
+    (OUT, lambda one: one.got * torch.arange(2, 6)[:, None], "each token has another number of"),
     (OUT, lambda one: other_rows(one), "adds the part of tp 1 for rank 1: these are other ranks"),
     (OUT, lambda one: one.got.flip(1, 2), "it has the right numbers in other places"),
     (("scaled gradient", Q), lambda one: 1.5 * one.got, "it is 1.5 times what it should be: the"),
@@ -204,6 +216,22 @@ def test_a_formula_gives_its_sentence_and_noise_does_not(what, formula, said):
     if wrong.isfinite().all() and wrong.shape == one.got.shape:
         noise = 1e-6 * one.right.abs().max() * torch.randn(wrong.shape, dtype=torch.float64)
         assert said not in explain(one._replace(got=wrong + noise), both())
+
+
+def test_weights_of_a_token_that_were_not_normalised_are_told_by_their_sum():
+    one = right(*OUT)
+    one = one._replace(right=one.right.softmax(-1))
+    halves = one.right * torch.linspace(0.5, 0.75, one.right.shape[1])[:, None]
+    sentence = "each token's numbers add up to 0.5 to 0.75, and should to 1"
+    assert explain(one._replace(got=halves), both()) == sentence
+
+
+@pytest.mark.parametrize(("kept", "new"), [(0, 1), (0.6, 0.8), (0, 2)])
+def test_other_draws_are_told_by_their_standard_deviation(kept, new):
+    one = right("initial", Q)
+    drawn = torch.randn(one.got.shape, dtype=torch.float64) * one.right.std()
+    text = explain(one._replace(got=kept * one.right + new * drawn), both())
+    assert text.startswith("it is drawn anew, with the right standard") == (new == 1)
 
 
 @pytest.mark.parametrize("axes", [("tp",), ("cp",), ("dp", "cp")])
