@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from difference.apart import mixes
+from difference.apart import mixing
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import QUEUE, suspects
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"--steps {given.steps}: use 1 or more")
         trial = trial_of(load_config(given.config), given.steps, given.own_sizes)
         if given.own_sizes:
-            print("trains the config's own model twice, which may take minutes", flush=True)
+            print("trains the config's own model several times, which may take minutes", flush=True)
         return run(trial, saved(Path(given.right), trial) if given.right else None)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -74,10 +74,10 @@ def run(trial: Trial, whole: Whole | None = None) -> int:
     senders = {name for one in runs for name in one.senders}
     both = Comparison(trial, whole, [one.records for one in runs], makers, senders)
     is_wrong = bool(both.first) or any(one.problem for one in runs)
-    mixed = [] if is_wrong else mixes(trial, whole)
-    for line in lines_of(both, runs) if not mixed else lines_of_mixed(*mixed):
+    is_mixed, more = (False, []) if is_wrong else mixing(trial, whole)
+    for line in more if is_mixed else [*lines_of(both, runs), *more]:
         print(line, flush=True)
-    return int(is_wrong or bool(mixed))
+    return int(is_wrong or is_mixed)
 
 
 def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
@@ -102,12 +102,6 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
         worst = max((one.error for one in both.all), default=0.0)
         what = f"all {count} of {len(runs)} ranks"
         yield f"ALL RIGHT    {what} are those of one process, within {worst:.0e} of the largest"
-
-
-def lines_of_mixed(wrong: str, *names: str) -> Iterator[str]:
-    yield f"MIXED        step 1, {wrong}: the ranks have what one process has, but that is"
-    yield "             another one if each sequence is a micro-batch: something mixes sequences"
-    yield _look_at([*names])
 
 
 def _look_at(named: list[str]) -> str:

@@ -4,9 +4,11 @@ The right run has the layout's own micro-batches. A function that mixes the sequ
 there, too; but the model then depends on how dp and micro-batches cut the batch.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from difference.calls import Call, calls_of
 from difference.compare import TOLERANCE, error_of
@@ -14,38 +16,70 @@ from difference.taps import INSIDE, RESULT, Record
 from difference.tiny import Trial
 from difference.whole import Whole, right_whole
 
+MOST_NAMED = 3
+UNCHECKED = "             whether sequences of a micro-batch are mixed is not checked: "
 
-def mixes(trial: Trial, whole: Whole) -> list[str]:
-    """What of the first step differs, if something does; and yours that mixes sequences first."""
+
+def mixing(trial: Trial, whole: Whole) -> tuple[bool, list[str]]:
+    """Whether a function of yours mixes sequences, and what to print about that, if anything.
+
+    `whole` can be of another version, with `--right`, and then has other tensors, too.
+    """
     work, experts = trial.workload, trial.model_config.num_local_experts
-    if work.micro_batch_size == 1 or (experts and work.routing.moe_aux_loss_coeff):
-        return []  # such a loss is of a micro-batch
+    if work.micro_batch_size == 1:
+        return False, []
+    if experts and work.routing.moe_aux_loss_coeff:
+        return False, [f"{UNCHECKED}moe_aux_loss_coeff balances the experts of each micro-batch"]
     count = work.num_micro_batches * work.micro_batch_size
     of_each = replace(work, micro_batch_size=1, num_micro_batches=count)
-    apart = right_whole(trial._replace(workload=of_each), steps=1)
-    both = [key for key in apart if key in whole]  # which --right may have of another version
-    sums = [key for phase in ("loss", "summed gradient") for key in both if key.phase == phase]
-    wrong = (key for key in sums if error_of(apart[key], whole[key], whole[key]) > TOLERANCE)
-    names = ["loss" if key.phase == "loss" else f"{key.phase} of {key.name}" for key in wrong][:1]
-    return [*names, *(_mixing(trial, whole, apart) if names else [])]
+    try:
+        apart = right_whole(trial._replace(workload=of_each), steps=1)
+    except ValueError as error:
+        return False, [f"{UNCHECKED}with one sequence {error}"]
+    shared = [key for key in apart if key in whole]
+    sums = (key for phase in ("loss", "summed gradient") for key in shared if key.phase == phase)
+    wrong = next((key for key in sums if _differs(whole[key], apart[key])), None)
+    if not wrong:
+        return False, []
+    name = "loss" if wrong.phase == "loss" else f"{wrong.phase} of {wrong.name}"
+    names = [*dict.fromkeys(_functions(trial, whole, apart))]
+    return True, [
+        f"MIXED        step 1, {name}: the ranks have what one process has, but it changes",
+        "             if each sequence is a micro-batch of its own: something mixes sequences",
+        *(f"look at      {', '.join(names[:MOST_NAMED])}" for _ in names[:1]),
+    ]
 
 
-def _mixing(trial: Trial, whole: Whole, apart: Whole) -> list[str]:
-    """The functions whose result is not that of each sequence, those first that returned first."""
-    B, dp, found = trial.workload.micro_batch_size, trial.layout.dp, {}
-    for call in _calls(apart):
-        found[call[:2]] = call.made[RESULT]
-    names = []
-    for call in (call for call in _calls(whole) if not call.key.step):
+def _differs(got: Tensor, right: Tensor) -> bool:
+    return not error_of(got, right, right) <= TOLERANCE  # NaN differs
+
+
+def _functions(trial: Trial, whole: Whole, apart: Whole) -> Iterator[str]:
+    """Those that get what single sequences give, and return something else, in their order."""
+    B, dp = trial.workload.micro_batch_size, trial.layout.dp
+    single = {call[:2]: call for call in _calls(apart)}
+    for call in _calls(whole):
+        if call.key.step:
+            continue
         first = (call.key.micro_batch * dp + call.key.dp) * B
         places = (divmod(first + j, dp) for j in range(B))
         keys = (call.key._replace(micro_batch=m, dp=d) for m, d in places)
-        of_each = [found.get((key, call.which)) for key in keys]
-        if all(t is not None and t.ndim for t in of_each):
-            together, mine = torch.cat(of_each), call.made[RESULT]
-            if error_of(mine, together, together) > TOLERANCE:
-                names.append(call.key.name)
-    return [*dict.fromkeys(names)]
+        of_each = [single.get((key, call.which)) for key in keys]
+        if None in of_each:
+            continue
+        got = (_is_joined(t, [c.got.get(v) for c in of_each]) for v, t in call.got.items())
+        made = _is_joined(call.made[RESULT], [c.made[RESULT] for c in of_each])
+        if made is False and False not in got:
+            yield call.key.name
+
+
+def _is_joined(tensor: Tensor, of_each: list[Tensor | None]) -> bool | None:
+    """Whether a tensor is those of single sequences behind each other; None if it has no rows."""
+    rows = [t.shape[1:] for t in of_each if t is not None and t.ndim]
+    if not tensor.ndim or rows != [tensor.shape[1:]] * len(of_each):
+        return None
+    together = torch.cat(of_each)
+    return None if len(together) != len(tensor) else not _differs(tensor, together)
 
 
 def _calls(whole: Whole) -> list[Call]:

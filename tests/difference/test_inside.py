@@ -114,15 +114,31 @@ def test_right_functions_of_yours_raise_no_alarm(recompute):
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
-def test_a_function_that_mixes_sequences_is_named_though_the_ranks_agree():
-    of_all = "x.square().mean(0, keepdim=True).sum(-1, keepdim=True)"
-    before = partial(install_yours, "x.square().sum(-1, keepdim=True)", of_all)
-    code, text = answer(make_config(dp=2, tp=2), before=before)
+SQUARES = "x.square().sum(-1, keepdim=True)"
+
+
+@pytest.mark.parametrize("how", ["mean", "var"])  # of one sequence, var(0) is NaN
+def test_a_function_that_mixes_sequences_is_named_though_the_ranks_agree(how):
+    of_all = f"({SQUARES} + x.square().{how}(0, keepdim=True).sum(-1, keepdim=True))"
+    before = partial(install_yours, SQUARES, f"rounded({of_all}, 0).double()")
+    code, text = answer(make_config(dp=2), before=before)
     assert code == 1 and text.startswith("MIXED        step 1, loss: the ranks have what"), text
-    assert text.splitlines()[-1].startswith("look at      extensions/yours:summed"), text
-    # A loss that balances experts within a micro-batch is meant to.
-    code, text = answer(make_config(dp=2, num_local_experts=4, moe_aux_loss_coeff=0.1))
-    assert code == 0, text
+    names = "extensions/yours:Normed.normed, extensions/yours:Normed.wrap.<locals>.<lambda>"
+    assert text.splitlines()[-1] == f"look at      {names}", "not `rounded`, which gets the mixture"
+
+
+def test_it_says_where_mixing_is_not_checked():
+    refusing = f"{SQUARES} if len(x) > 1 else x.of_one_sequence"
+    # A loss that balances the experts of a micro-batch is meant to mix.
+    of_experts = make_config(dp=2, num_local_experts=4, moe_aux_loss_coeff=0.1)
+    yours = partial(install_yours, SQUARES, refusing)
+    for config, before, why in (
+        (of_experts, None, "moe_aux_loss_coeff balances"),
+        (make_config(dp=2, tp=2), yours, "with one sequence an extension fails in the one process"),
+    ):
+        code, text = answer(config, before=before)
+        assert code == 0 and text.startswith("ALL RIGHT"), text
+        assert f"whether sequences of a micro-batch are mixed is not checked: {why}" in text
 
 
 PART, CUT = "squares is a part of a sum over tp; ", "x is a rank's part along dim 2; "
