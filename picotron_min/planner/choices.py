@@ -58,8 +58,8 @@ class Request:
         return self.fill * self.gpu.memory - (LIBRARY_BYTES if self.device == "cuda" else 0)
 
     @property
-    def capacity(self) -> str:
-        """The budget, and how it is reckoned."""
+    def budget_text(self) -> str:
+        """The budget, and how it is computed."""
         made = f"{self.gpu.memory / 1e9:.0f} x {self.fill:g}"
         made += f" - {LIBRARY_BYTES / 1e9:.0f} for libraries" if self.device == "cuda" else ""
         return f"{gb(self.budget)} ({made})"

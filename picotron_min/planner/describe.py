@@ -76,7 +76,7 @@ def print_memory(config: Config, model_config: ModelConfig) -> None:
     m, t, sharding = config.model, config.training, config.layout.sharding
     device = "cpu" if config.distributed.use_cpu else "cuda"
     memory = memory_per_rank(model_config, config.layout, config.workload, device)
-    print("memory per rank  of the one that needs most, by memory_per_rank of planner/memory.py:")
+    print("memory per rank  of the rank that needs most, by memory_per_rank of planner/memory.py:")
     each = f"{8 if m.dtype == 'float64' else 4} bytes a parameter"
     each += " of this rank" if sharding == "none" else f', sharding "{sharding}"'
     copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
@@ -120,11 +120,8 @@ def print_prediction(config: Config, gpu: Gpu, flags: argparse.Namespace) -> Non
     request, candidate = predicted(config, gpu, attended=flags.attended)
     on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
     if (needed := candidate.memory.total) > request.budget:
-        print(f"does not fit     {gb(needed)} of {request.capacity}, on {on}")
-        shape = f"--seq_length {config.training.seq_length} --global_batch {config.global_batch}"
-        run = f"--gpu {gpu.name} --gpus {config.world_size} --dtype {config.model.dtype}"
-        print(f"  python -m picotron_min.planner --model {shlex.quote(config.model.name)} {shape}")
-        print(f"    {run} finds a layout that does")
+        print(f"does not fit     {gb(needed)} of {request.budget_text}, on {on}")
+        print(f"  the planner looks for a layout that fits:  {planner_command(config, gpu)}")
     else:
         step, number = candidate.prediction.step, measures(request, candidate)
         low, high = number["interval"]
@@ -139,3 +136,15 @@ def print_prediction(config: Config, gpu: Gpu, flags: argparse.Namespace) -> Non
             print(f"  {about}")
     if not flags.gpu:
         print(f"  {gpu.name} is assumed: name another with --gpu, or add --use_cpu")
+
+
+def planner_command(config: Config, gpu: Gpu) -> str:
+    """The same run, whose layout is to be planned."""
+    m, t = config.model, config.training
+    if m.overrides:  # which the planner cannot be told
+        return "python -m picotron_min.planner --help"
+    words = ["python", "-m", "picotron_min.planner", "--model", m.name, "--gpu", gpu.name]
+    words += ["--gpus", config.world_size, "--seq_length", t.seq_length]
+    words += ["--global_batch", config.global_batch, "--dtype", m.dtype, "--optimizer", t.optimizer]
+    words += ["--precision", "fp8"] * m.fp8 + ["--compile"] * m.compile
+    return shlex.join(map(str, words))

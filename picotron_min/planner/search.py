@@ -133,7 +133,7 @@ def nothing_fits(request: Request) -> str:
         why = f"no layout of {request.gpus} GPUs suits the model and {batch}{kept}"
         flags = ["--gpus", "--global_batch", *(["--fix"] if kept else [])]
         return f"{why}: use another {choice(flags)}"
-    problem = f"the smallest layout needs {gb(smallest)} a GPU of {request.capacity}"
+    problem = f"the smallest layout needs {gb(smallest)} a GPU of {request.budget_text}"
     return f"{problem}{kept}: {remedy(request)}"
 
 

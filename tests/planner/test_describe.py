@@ -49,9 +49,13 @@ def test_a_run_that_does_not_fit_is_not_predicted_and_the_planner_finds_one_that
     together = float(re.search(r"together +(\S+) GB", out)[1])
     capacity = f"{0.92 * 80 - 1:.1f} GB (80 x 0.92 - 1 for libraries)"
     assert f"does not fit     {together:.1f} GB of {capacity}, on H100\n" in out
-    command = re.search(r"python -m picotron_min.planner (.+)\n +(.+) finds a layout", out)
-    assert planner.main(" ".join(command.groups()).split()) == 0
+    command = re.search(r"looks for a layout that fits:  python -m picotron_min.planner (.+)", out)
+    assert planner.main(command[1].split()) == 0
     assert "tok/s/GPU" in capsys.readouterr().out
+    _, out, _ = create(f"{of} --optimizer muon --compile --fp8", exp_name="muon")
+    assert "--optimizer muon --precision fp8 --compile\n" in out
+    _, out, _ = create(f"{of} --num_hidden_layers 31", exp_name="overridden")
+    assert "fits:  python -m picotron_min.planner --help\n" in out, "it cannot be told"
     _, out, _ = create(f"{of} --sharding parameters", exp_name="sharded")
     assert "does not fit" not in out and "predicted step" in out
 
