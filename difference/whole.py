@@ -195,8 +195,11 @@ class RightRun(Notes):
         self.note_update(self.parameters, self.optimizer, [self.model])
 
 
-def right_whole(trial: Trial, steps: int = 0) -> Whole:
-    """All steps, or the first ones. ValueError, with its place, where one process cannot run it."""
+def right_whole(trial: Trial, steps: int | None = None) -> Whole:
+    """All steps, or the first ones. ValueError, with its place, where one process cannot run it.
+
+    A trial of fewer steps would have another text.
+    """
     profile = Profile()
     sys.setprofile(profile.event)
     try:

@@ -84,15 +84,17 @@ def givers(guilty: Call, at: Here, inside: Inside) -> list[str]:
 
 
 def writers(names: list[str], what: str, both: Comparison) -> list[str]:
-    """What made the object of the first method that has one, or last wrote its state.
+    """What made, or last wrote to, the object of the first of these methods of which that is known.
 
-    That is: after the step before, or in the build, where it gives an object the axis of a sum.
+    Who wrote ran after the step before, or in the build. Of a sum over an axis (see `explain` for
+    the sentence) only the writer counts: it has given the object the axis.
     """
     first = both.first[0].key
     phases = ("loss", first.step - 1) if first.step else ("initial", 0)
     ran = {n for o in both.all if (o.key.phase, o.key.step) == phases for n in o.ran}
     for of in (name.rpartition(".")[0] for name in names):
-        made = [maker for maker in [both.makers.get(of)] if maker and is_yours(maker)]
+        maker = both.makers.get(of)
+        made = [maker] if maker and is_yours(maker) else []
         keeper = made[0].rpartition(".")[0] if made else of
         wrote = [f"{keeper}{method}" for method in WRITERS if f"{keeper}{method}" in ran]
         if found := wrote[:1] if " over " in what else made or wrote[:1]:

@@ -6,7 +6,7 @@
     O order    what was started before what; and that all work was awaited
 
 When a gate fails, known mistakes of the exercise are run in the same cases. One that does the same
-as the student's version in all of them is named. Of other versions the answer says what all wrong
+as the student's version is named: see `_known`. Of other versions the answer says what all wrong
 results have in common, or shows the smallest case that fails.
 """
 
@@ -67,12 +67,14 @@ def _changed(exercise: Exercise, outcome: Outcome, seed: int) -> str:
 def _known(
     exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
 ) -> tuple[str, str] | None:
-    """Name and sentence of the known mistake that does the same in all cases, or in some of them.
+    """Name and sentence of a known mistake that agrees with the version; the first of these rules.
 
-    In those that fail: then it must fail in fewer other cases than the version does, for a student
-    may have written one rank as a case of its own. Or in those without an error: others crash.
-    Two mistakes can raise the same error, so the line must be the same, too, or no other mistake
-    raises these errors, which differ from case to case.
+    1. It does the same in all cases.
+    2. It does the same in all cases that fail, and differs in fewer cases than these: a student may
+       have written one rank as a case of its own.
+    3. It alone does the same in all cases in which the version raises no error, of which one fails.
+    4. It alone raises the same errors in all cases, and not one error only.
+    Two mistakes can raise one error: if all failures are errors, 1 and 2 ask for the same line.
     """
     crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
@@ -86,24 +88,24 @@ def _known(
 
     everywhere, places = [*range(len(outcome))], [outcome.index(result) for result in failed]
     finished = [i for i in everywhere if not outcome[i].failure]
-    first, partly = [i for i in places if i in finished][:1], None
+    first, partly, alike = [i for i in places if i in finished][:1], None, []
     for mistake in exercise.mistakes:
         if all(agrees(mistake, first or places[:1])):
             same = agrees(mistake, everywhere)
             if all(same):
                 return mistake.name, mistake.sentence
-            where = ""
             if all(same[i] for i in places) and same.count(False) < len(failed):
                 where = "In the cases that fail, it does the same as this mistake: "
+                partly = partly or (mistake.name, where + mistake.sentence)
             elif first and all(same[i] for i in finished):
-                where = "Where no error is raised, it does the same as this mistake: "
-            if where and not partly:
-                partly = mistake.name, where + mistake.sentence
-    if not partly and crashes_only and len({r.failure.what for r in failed}) > 1:
+                alike.append(mistake)
+    where = "Where no error is raised, it does the same as this mistake: "
+    if not alike and crashes_only and len({r.failure.what for r in failed}) > 1:
         alike = [m for m in exercise.mistakes if all(agrees(m, places[:1], in_line=False))]
         alike = [m for m in alike if all(agrees(m, everywhere, in_line=False))]
-        if len(alike) == 1:
-            partly = alike[0].name, f"This mistake raises the same errors: {alike[0].sentence}"
+        where = "This mistake raises the same errors: "
+    if not partly and len(alike) == 1:
+        return alike[0].name, where + alike[0].sentence
     return partly
 
 

@@ -155,7 +155,7 @@ cuts_for_owned: Each rank fills what it computes with: where the optimizer is sh
     what it owns, which is less.
     .owned => .cuts
 all_layers: The std depends on all layers, also on those that predict further tokens: these are not
-    in the residual stream of the model's own.
+    in the residual stream of the model's own layers.
     model_config.num_hidden_layers => model_config.num_layers
 also_right:
 def initialise(parameters, model_config, seed, placements, axes):

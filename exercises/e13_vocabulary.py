@@ -182,8 +182,8 @@ wrong_sign: The gradient has the wrong sign: it is softmax, minus 1 at the targe
     return losses, gradient => return losses, -gradient
 three_messages: The sum and the target's logit are sent one by one: stacked, they are one message.
     vocabulary.total(torch.stack([ => map(vocabulary.total, ([
-wide_at_the_end: Only the loss is made wide, at its end: in bfloat16 a sum of exponentials, and p
-    before 1 is subtracted, have three digits.
+wide_at_the_end: Only the loss is made wide, at its end: in bfloat16 a sum of exponentials has
+    three digits, and so has the softmax before 1 is subtracted.
     logits = wide(x @ weight.T) => logits = x @ weight.T
     losses = (sums.log() - target_logits) => losses = wide(sums.log() - target_logits)
     scatter_(1, ids, gradient_at_target => scatter_add_(1, ids, -is_here

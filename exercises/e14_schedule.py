@@ -97,7 +97,7 @@ as_many_as_micro_batches: The warm-up is counted from the micro-batches: it depe
     behind, however many micro-batches follow.
     ranks - rank - 1 => max(0, num_micro_batches - rank - 1)
 warmup_not_cut: Where there are fewer micro-batches than ranks behind, the warm-up has forwards of
-    micro-batches that do not exist.
+    micro-batches that do not exist; the backwards are right.
 - return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
 + plan, w = alternating([num_micro_batches], chunks, ranks - rank - 1), ranks - rank - 1
 + return [Action(Kind.FORWARD, i) for i in range(w)] + plan[min(num_micro_batches, w) :]

@@ -86,8 +86,8 @@ within_own_part: Each rank counts from 0: these are places in its own part, not 
 last_left_out: The late piece lies one position too early: the sequence ends at S, its last position
     is S - 1.
     pieces[-1 - rank] => pieces[-1 - rank] - int(size > 1)
-single_positions: Single positions are dealt there and back, and not pieces. The work is equal, but
-    the ring's halves are no longer all before or all after another rank's.
+single_positions: Single positions go to the ranks forth and back, and not pieces. The work is
+    equal, but the ring's halves are no longer all before or all after another rank's.
 - return torch.cat((pieces[rank], pieces[-1 - rank]))
 + turn = torch.arange(seq_length) % (2 * size)
 + return torch.where((turn == rank) | (turn == 2 * size - 1 - rank) | (size == 1))[0]

@@ -33,7 +33,8 @@ def cases(dice: Dice) -> list[Case]:
     some = [Case(1, shape=shape, scale=scale) for shape in shapes for scale in (1, 1e-3)]
     some += [Case(1, shape=(8, 12), scale=100), Case(1, shape=(3, 4), scale=0)]
     some.append(Case(1, shape=(3, 4), scale=1e-9))  # a norm below 1e-7, but not 0
-    return [*some, Case(1, shape=(3, 4), scale=1, dtype="bfloat16")]
+    rounded = [Case(1, shape=shape, scale=1, dtype="bfloat16") for shape in ((3, 4), (4, 3))]
+    return [*some, *rounded]
 
 
 def update_of(case: Case):

@@ -159,8 +159,8 @@ coefficient_forgotten: The gradient is not multiplied by the loss's coefficient.
 coefficient_reported: The reported losses are multiplied by their coefficients: losses of two runs
     with different coefficients could not be compared.
     (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
-parts_in_both: The losses over the batch count this rank's part of each sequence, not the whole
-    ones: use what sum_over_sequences returns.
+parts_in_both: The losses over the batch count this rank's part of each sequence, not whole
+    sequences: use what sum_over_sequences returns.
     counts = self.sum => own, counts = counts.clone(), self.sum
     self.sum_over_batch(counts.sum(0)) => self.sum_over_batch(own.sum(0))
     moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, own.sum(0))

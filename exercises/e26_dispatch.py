@@ -206,7 +206,7 @@ weighted_twice: Results are weighted on return: run has weighted them already.
     add_chunks(out, lengths, self.etp) => own * add_chunks(out, lengths, self.etp)
 own_tokens_checked: Arriving rows, of all ranks, are compared with the tokens of this rank alone.
     len(x) * self.axis.size) => len(x))
-counts_travel_in_vain: Counts travel also where every rank sends the same number of rows to every
+counts_sent_needlessly: Counts travel also where every rank sends the same number of rows to every
     expert: self.limit.rows_each says so without a message.
 - leaving = arriving = [[rows_each] * shape[-1]] * self.axis.size
 + leaving = [[rows_each] * shape[-1]] * self.axis.size

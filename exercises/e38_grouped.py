@@ -75,6 +75,8 @@ def picture(runs):
     yield from ["where tensors lie in a buffer, and whether they are one tensor"]
     for case, records in runs:
         row = ["."] * 9
+        if case.lies == "columns of a matrix":  # a row of each in turn
+            row = [*"abcabcabc"]
         for i, place in enumerate(PLACES[case.lies]):
             if place is not None:
                 row[place] = "abcd"[i]

@@ -41,7 +41,7 @@ class CaseResult:
         return [record.values for record in self.records]
 
     def same_as(self, other: "CaseResult", in_line: bool = False) -> bool:
-        """Whether both did the same, as far as gates can see; `in_line`: or failed in one line."""
+        """Whether both did the same, as gates see it; `in_line`: with errors in the same line."""
         mine, theirs = self.failure, other.failure
         if mine and theirs:
             return mine[:2] == theirs[:2] and (not in_line or mine.line == theirs.line)
@@ -103,7 +103,7 @@ def outcome_of_student(exercise: Exercise, text: str, path: Path, seed: int) -> 
 
 
 def failed_of(outcome: Outcome) -> Outcome:
-    """The smallest case first."""
+    """The results of cases that fail, the smallest case first."""
     return sorted((r for r in outcome if r.failure or r.problems), key=lambda r: order_of(r.case))
 
 

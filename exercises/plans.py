@@ -21,6 +21,7 @@ def played(rank: Rank, plans: list[Plan], last: int) -> tuple[dict[str, Any], Ti
         if not 0 <= action.micro_batch <= last:  # the simulator would miss the rest
             problem = f"rank {r} has '{action}', but the last micro-batch is {last}"
             return results | {PROBLEM: problem}, None
+    # The simulator expects that every rank has something to do.
     if idle := [r for r, plan in enumerate(plans) if not plan]:
         return results | {PROBLEM: f"rank {idle[0]} has nothing to do"}, None
     try:

@@ -39,7 +39,7 @@ class Console:
         self._best: StepRecord | None = None  # with the lowest loss
         self._evaluations: list[EvalRecord] = []
         self._total, self._recent = Counter(), Counter()  # work of all steps; since the last line
-        self._first = Counter()  # in which torch compiles, and connections are made
+        self._first = Counter()  # of the first step, in which torch compiles
         self._line = ""  # of the latest step, until it is printed
         self._began = self._printed_at = 0.0
 

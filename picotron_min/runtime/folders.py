@@ -32,8 +32,9 @@ def lock_folder(save_dir: Path) -> FileLock:
         save_dir.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except OSError as error:
-        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        problem = f"checkpoint.save_dir={save_dir} cannot be written ({why}): mend that"
+        problem = f"checkpoint.save_dir={save_dir} cannot be written ({error.strerror}): mend that"
+        if isinstance(error, FileExistsError):
+            problem = f"checkpoint.save_dir={save_dir} is no folder: remove it"
         if isinstance(error, Timeout):  # two runs would move each other's files away
             problem = f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end"
         raise ValueError(f"{problem}, or name another folder") from None

@@ -8,8 +8,9 @@ import platform
 import resource
 import sys
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
+from operator import matmul
 from pathlib import Path
 
 import torch
@@ -85,9 +86,10 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def measure_peak_flops(dtype: torch.dtype) -> float:
-    """The best of several matmuls on one CPU thread, for all of this process, in FLOPs per second.
+    """FLOPs per second of this process's threads: of the best of several matmuls on each of them.
 
-    Small ones first: where a CPU has no instructions for a dtype, a large one takes seconds.
+    It is measured on one thread, small ones first: where a CPU has no instructions for a dtype, a
+    large one takes seconds.
     """
     threads, best, deadline = torch.get_num_threads(), 0.0, time.perf_counter() + 0.2
     torch.set_num_threads(1)  # others wait busily, and their time would count
@@ -95,12 +97,12 @@ def measure_peak_flops(dtype: torch.dtype) -> float:
         a = torch.randn(size, size).to(dtype)
         # A linear's forward, and its weight's gradient: where a CPU has no instructions for
         # bfloat16, a @ a takes ten times as long.
-        products = [lambda a=a: a @ a.T, lambda a=a: a.T @ a]
+        products = [partial(matmul, a, a.T), partial(matmul, a.T, a)]
         if dtype == torch.float32 and torch.backends.mkldnn.is_available():  # kernels/products.py
             pointwise = torch.ops.mkldnn._linear_pointwise
-            products.append(lambda a=a, run=pointwise: run(a, a, None, "none", [], ""))
+            products.append(partial(pointwise, a, a, None, "none", [], ""))
         for product in products * 2:  # the first ones set a library up
-            began = time.process_time()  # of this process: other work does not lower the peak
+            began = time.process_time()  # in which other work does not count
             product()
             best = max(best, 2 * size**3 / (time.process_time() - began))
         if time.perf_counter() > deadline:
