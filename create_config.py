@@ -57,9 +57,9 @@ def create(arguments: list[str] | None) -> None:
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
     raw = read_json(flags.check) if flags.check else to_config(flags)
     config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
-    flags.attended = flags.documents and attended_length(flags.documents, config)
+    attended = flags.documents and attended_length(flags.documents, config)
     if flags.check:
-        return describe(config, flags)
+        return describe(config, flags.gpu, attended)
     path = Path(flags.out_dir, flags.exp_name, "config.json")
     if not path.resolve().is_relative_to(Path(flags.out_dir).resolve()):
         raise ConfigError(f"--exp_name {flags.exp_name} is outside --out_dir: name a folder in it")
@@ -73,7 +73,7 @@ def create(arguments: list[str] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
-    describe(config, flags)
+    describe(config, flags.gpu, attended)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
 
 

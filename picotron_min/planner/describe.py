@@ -1,6 +1,5 @@
 """What a config means, as create_config.py prints it: ranks, batch, memory, a predicted step."""
 
-import argparse
 import shlex
 from dataclasses import replace
 from itertools import islice, product
@@ -21,9 +20,12 @@ ASSUMED_GPU = "H100"  # this machine need not have any
 HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
 
 
-def describe(config: Config, flags: argparse.Namespace) -> None:
-    """Print what the config means: processes, batch, parameters, and bytes per rank."""
-    gpu = GPUS[flags.gpu or ASSUMED_GPU]
+def describe(config: Config, gpu_name: str | None, attended: float | None) -> None:
+    """Print what the config means, and the predicted step if the run is on GPUs.
+
+    `attended`: see `attended_length`.
+    """
+    gpu = GPUS[gpu_name or ASSUMED_GPU]
     t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
     print(f"\nprocesses        {config.world_size} = {layout}")
@@ -49,7 +51,9 @@ def describe(config: Config, flags: argparse.Namespace) -> None:
     if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
         if config.model.offload:
             print_offload(config, model_config, gpu)
-        print_prediction(config, gpu, flags)
+        print_prediction(config, gpu, attended)
+        if not gpu_name:
+            print(f"  {ASSUMED_GPU} is assumed: name another with --gpu, or add --use_cpu")
 
 
 def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
@@ -116,8 +120,8 @@ def print_offload(config: Config, c: ModelConfig, gpu: Gpu) -> None:
     print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
 
 
-def print_prediction(config: Config, gpu: Gpu, flags: argparse.Namespace) -> None:
-    request, candidate = predicted(config, gpu, attended=flags.attended)
+def print_prediction(config: Config, gpu: Gpu, attended: float | None) -> None:
+    request, candidate = predicted(config, gpu, attended=attended)
     on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
     if (needed := candidate.memory.total) > request.budget:
         print(f"does not fit     {gb(needed)} of {request.budget_text}, on {on}")
@@ -134,8 +138,6 @@ def print_prediction(config: Config, gpu: Gpu, flags: argparse.Namespace) -> Non
             print(f"  as without {left_out}, whose effect on the time is not modelled")
         if about := about_documents(request):
             print(f"  {about}")
-    if not flags.gpu:
-        print(f"  {gpu.name} is assumed: name another with --gpu, or add --use_cpu")
 
 
 def planner_command(config: Config, gpu: Gpu) -> str:

@@ -2,12 +2,10 @@
 
 import re
 from array import array
-from pathlib import Path
 
 from picotron_min.planner import __main__ as planner
 from picotron_min.runtime.config_file import load_config
-
-PATH = Path("runs/exp/config.json")
+from tests.planner.test_create_config import PATH
 
 
 def test_it_prints_what_the_config_means(create):
