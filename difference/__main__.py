@@ -12,7 +12,7 @@ import torch
 from difference.apart import mixing
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
-from difference.suspects import QUEUE, suspects
+from difference.suspects import MOST, QUEUE, look_at, suspects
 from difference.taps import RAN, Key, is_yours, name_of, outer
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
@@ -20,8 +20,6 @@ from difference.why import explain
 from difference.yours import named
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.runtime.config_file import load_config
-
-MOST = 3  # reasons, names and functions that are printed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,16 +95,11 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
             if "pipeline_messages:insert_messages" in stack:  # of a plan that cannot run
                 queue = [name_of(SCHEDULES[both.trial.layout.pp_engine].plan)]
             ran = map(outer, runs[rank].ran)
-            yield _look_at([*dict.fromkeys([*queue, *stack[:1], *ran, *stack[1:]])])
+            yield look_at([*dict.fromkeys([*queue, *stack[:1], *ran, *stack[1:]])])
     elif not both.first:
         worst = max((one.error for one in both.all), default=0.0)
         what = f"all {count} of {len(runs)} ranks"
         yield f"ALL RIGHT    {what} are those of one process, within {worst:.0e} of the largest"
-
-
-def _look_at(named: list[str]) -> str:
-    few = named[: MOST + any(map(is_yours, named[:MOST]))]
-    return f"look at      {', '.join(few) or 'no function of the project ran since'}"
 
 
 def _first_wrong(both: Comparison) -> Iterator[str]:
@@ -138,7 +131,7 @@ def _first_wrong(both: Comparison) -> Iterator[str]:
     if not what:  # then what one process does not run is likelier than what calls it
         apart = [o for o in others if is_yours(o) and Key(0, RAN, o) not in both.whole]
         yours = [*others[:1], *yours[:1], *apart, *yours]
-    yield _look_at([*dict.fromkeys([*yours, *others])])
+    yield look_at([*dict.fromkeys([*yours, *others])])
 
 
 if __name__ == "__main__":

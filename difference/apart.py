@@ -12,11 +12,11 @@ from torch import Tensor
 
 from difference.calls import Call, calls_of
 from difference.compare import TOLERANCE, error_of
+from difference.suspects import look_at
 from difference.taps import INSIDE, RESULT, Record
 from difference.tiny import Trial
 from difference.whole import Whole, right_whole
 
-MOST_NAMED = 3
 UNCHECKED = "             whether sequences of a micro-batch are mixed is not checked: "
 
 
@@ -46,7 +46,7 @@ def mixing(trial: Trial, whole: Whole) -> tuple[bool, list[str]]:
     return True, [
         f"MIXED        step 1, {name}: the ranks have what one process has, but it changes",
         "             if each sequence is a micro-batch of its own: something mixes sequences",
-        *(f"look at      {', '.join(names[:MOST_NAMED])}" for _ in names[:1]),
+        *([look_at(names)] if names else []),
     ]
 
 

@@ -248,7 +248,8 @@ def counted(one: Compared, both: Comparison) -> str:
 
 def rows_scaled(one: Compared, both: Comparison) -> str:
     """Each token has a factor of its own: what it is divided by is wrong."""
-    if one.got.ndim < 2 or one.got.shape[-1] < 2:
+    is_of_tokens = one.key.phase in ("forward", "backward") and one.got.ndim > 1
+    if not is_of_tokens or one.got.shape[-1] < 2:
         return ""
     got, right = one.got.flatten(0, -2), one.right.flatten(0, -2)
     factors = (got * right).sum(1) / right.square().sum(1)
@@ -268,6 +269,6 @@ def drawn(one: Compared, both: Comparison) -> str:
         return ""
     few, close = one.got.numel() ** -0.5, one.got.std() / one.right.std() - 1
     likeness = torch.corrcoef(torch.stack([one.got.flatten(), one.right.flatten()]))[0, 1]
-    isdrawn = max(abs(close), abs(likeness)) < 5 * few
+    is_new = max(abs(close), abs(likeness)) < 5 * few
     how = "by another seed, or after other draws"
-    return f"it is drawn anew, with the right standard deviation: {how}" * bool(isdrawn)
+    return f"it is drawn anew, with the right standard deviation: {how}" * bool(is_new)

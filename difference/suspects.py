@@ -16,6 +16,8 @@ from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
 
+MOST = 3  # reasons, names and functions that are printed
+
 # A phase, a kind of tensor, or words of an explanation -> who computes it; see from_table.
 TABLE = {
     "built": "mesh:build_axes mesh:rows_of layout:Layout.coordinates",
@@ -152,6 +154,11 @@ def that_ran(one: Compared, both: Comparison, why: str) -> list[str]:
 
 def pointed_at(why: str) -> list[str]:
     return [word for key, words in POINTS.items() if key in why for word in words]
+
+
+def look_at(named: list[str]) -> str:
+    few = named[: MOST + any(map(is_yours, named[:MOST]))]
+    return f"look at      {', '.join(few) or 'no function of the project ran since'}"
 
 
 def is_helper(name: str) -> bool:

@@ -99,14 +99,14 @@ def _known(
                 partly = partly or (mistake.name, where + mistake.sentence)
             elif first and all(same[i] for i in finished):
                 alike.append(mistake)
+    if partly:
+        return partly
     where = "Where no error is raised, it does the same as this mistake: "
     if not alike and crashes_only and len({r.failure.what for r in failed}) > 1:
         alike = [m for m in exercise.mistakes if all(agrees(m, places[:1], in_line=False))]
         alike = [m for m in alike if all(agrees(m, everywhere, in_line=False))]
         where = "This mistake raises the same errors: "
-    if not partly and len(alike) == 1:
-        return alike[0].name, where + alike[0].sentence
-    return partly
+    return (alike[0].name, where + alike[0].sentence) if len(alike) == 1 else None
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:

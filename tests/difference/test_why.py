@@ -226,6 +226,12 @@ def test_weights_of_a_token_that_were_not_normalised_are_told_by_their_sum():
     assert explain(one._replace(got=halves), both()) == sentence
 
 
+def test_rows_of_a_matrix_are_not_called_tokens():
+    one = right(*SUM)
+    scaled = one.got * torch.arange(2, 2 + len(one.got))[:, None]
+    assert "token" not in explain(one._replace(got=scaled), both())
+
+
 @pytest.mark.parametrize(("kept", "new"), [(0, 1), (0.6, 0.8), (0, 2)])
 def test_other_draws_are_told_by_their_standard_deviation(kept, new):
     one = right("initial", Q)

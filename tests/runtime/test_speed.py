@@ -61,7 +61,7 @@ def test_a_cpus_peak_is_measured_at_once_where_it_has_no_instructions(monkeypatc
     torch.set_num_threads(2)
     try:
         assert 2e9 < peak_flops("cpu", torch.float64) < 4e9
-        assert max(sizes) <= 512 and torch.get_num_threads() == 2
+        assert 256 <= max(sizes) <= 512 and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
 
