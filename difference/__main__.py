@@ -13,7 +13,7 @@ from difference.apart import mixing
 from difference.compare import Comparison
 from difference.runs import RankRun, run_ranks
 from difference.suspects import MOST, QUEUE, look_at, suspects
-from difference.taps import RAN, Key, is_yours, name_of, outer
+from difference.taps import RAN, Key, is_yours, name_of, outer, place_of
 from difference.tiny import Trial, text_of, trial_of
 from difference.whole import Whole, right_whole
 from difference.why import explain
@@ -87,7 +87,7 @@ def lines_of(both: Comparison, runs: list[RankRun]) -> Iterator[str]:
         rank = min(failed, key=lambda rank: (runs[rank].lost, runs[rank].failed_at))
         yield f"FAILED       rank {rank}: {runs[rank].problem}"
         for name, line in runs[rank].stack[:MOST]:
-            yield f"             {name.replace(':', f'.py:{line} in ')}"
+            yield f"             {place_of(name, line)}"
         if not both.first:
             yield f"             all {count} that were recorded before are right"
             stack = [name for name, _ in runs[rank].stack]

@@ -108,4 +108,4 @@ def keys_of(q: Tensor, k: Tensor, v: Tensor, got: Tensor, pieces: list[range], r
         how = "" if is_usual else " with a causal mask" if is_causal else " without a mask"
         how += f" {n} times" * (n > 1)
         by_mask.setdefault(how, []).extend(piece if n else ())
-    return ", ".join(ranges(keys) + how for how, keys in by_mask.items() if keys)
+    return ", ".join(ranges(sorted(keys)) + how for how, keys in by_mask.items() if keys)

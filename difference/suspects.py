@@ -11,7 +11,7 @@ import re
 from itertools import dropwhile, takewhile
 
 from difference.compare import Compared, Comparison
-from difference.taps import LAYER, RAN, Key, is_yours, name_of, outer
+from difference.taps import LAYER, RAN, Key, is_yours, name_of, outer, place_of
 from difference.tiny import Trial
 from picotron_min import placement
 from picotron_min.costs import layers_of_stages
@@ -157,8 +157,8 @@ def pointed_at(why: str) -> list[str]:
 
 
 def look_at(named: list[str]) -> str:
-    few = named[: MOST + any(map(is_yours, named[:MOST]))]
-    return f"look at      {', '.join(few) or 'no function of the project ran since'}"
+    few = map(place_of, named[: MOST + any(map(is_yours, named[:MOST]))])
+    return "look at      " + (f"\n{' ' * 13}".join(few) or "no function of the project ran since")
 
 
 def is_helper(name: str) -> bool:

@@ -8,6 +8,7 @@ A module that is called runs its hooks, also where a parallelism has replaced it
 methods are called by name, `project` and `loss`: they are wrapped on the instance, after the build.
 """
 
+import ast
 import contextlib
 import inspect
 import re
@@ -257,6 +258,22 @@ def numbers_of(model: nn.Module) -> dict[str, Tensor]:
         for module, one in modules
         for keeper, name, number in _kept(name_of(type(one)), vars(one).items())
     }
+
+
+def place_of(name: str, line: int = 0) -> str:
+    """A function's file, line and name: "picotron_min/mesh.py:57 build_axes".
+
+    `line`: one inside of it; else its first, or that of the class which has made it.
+    """
+    stem, _, function = name.partition(":")
+    files = [f for f in (f"picotron_min/{stem}.py", f"{stem}.py") if (ROOT / f).exists()]
+    if not files:
+        return name
+    node = ast.parse((ROOT / files[0]).read_text())
+    for inner in function.split("."):
+        found = (one for one in ast.walk(node) if getattr(one, "name", "") == inner)
+        node = next(found, node)
+    return f"{files[0]}:{line or getattr(node, 'lineno', 1)} {function}"
 
 
 def name_of(code: type | Callable) -> str:

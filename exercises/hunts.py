@@ -226,11 +226,9 @@ def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
 
 
 def place_of(answer: str) -> tuple[str, str]:
-    """File and function of FILE:FUNCTION, FILE:LINE or mesh:build_axes, as `--difference` says."""
+    """File and function of FILE:FUNCTION or FILE:LINE."""
     file, _, place = answer.rpartition(":")
-    files = [file, f"picotron_min/{file}.py", f"{file}.py"]
-    file = next((name for name in files if (FOLDER.parent / name).is_file()), "")
-    if not file:
+    if not (FOLDER.parent / file).is_file():
         raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
     shown = (FOLDER.parent / file).read_text()
     if place.isdecimal():

@@ -1,5 +1,6 @@
 """Your own functions: the one that makes a wrong tensor is named, and what is wrong inside."""
 
+import inspect
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,14 +8,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train
 from difference.compare import Comparison
-from difference.taps import BUFFERS, INSIDE, RESULT, Key, Record, buffers_of_yours
+from difference.taps import (
+    BUFFERS,
+    INSIDE,
+    RESULT,
+    Key,
+    Record,
+    buffers_of_yours,
+    name_of,
+    place_of,
+)
 from difference.tiny import trial_of
 from difference.watch import Watch
 from difference.yours import named
+from picotron_min.data_parallel import GradientBuckets
 from picotron_min.extensions import build
+from picotron_min.layout import Layout
+from picotron_min.mesh import build_axes
 from tests.assembled import make_config
-from tests.difference.changed import answer
+from tests.difference.changed import ROOT, answer, by_names
 from tests.difference.extensions import install
 
 FILE = Path(build.__file__).parent / "yours.py"
@@ -124,7 +138,9 @@ def test_a_function_that_mixes_sequences_is_named_though_the_ranks_agree(how):
     code, text = answer(make_config(dp=2), before=before)
     assert code == 1 and text.startswith("MIXED        step 1, loss: the ranks have what"), text
     names = "extensions/yours:Normed.normed, extensions/yours:Normed.wrap.<locals>.<lambda>"
-    assert text.splitlines()[-1] == f"look at      {names}", "not `rounded`, which gets the mixture"
+    assert by_names(text).splitlines()[-1] == f"look at      {names}", (
+        "not `rounded`, which gets the mixture"
+    )
 
 
 def test_it_says_where_mixing_is_not_checked():
@@ -209,7 +225,7 @@ WRONG = {
 def test_the_function_that_makes_a_wrong_tensor_is_named(right, wrong, said, named):
     before = partial(install_yours, right, wrong)
     code, text = answer(make_config(dp=2, tp=2), before=before)
-    assert code == 1 and said in text and named in text, text
+    assert code == 1 and said in by_names(text) and named in by_names(text), text
 
 
 X, STEP = torch.arange(32.0).double().view(4, 8), "model.norm.weight"
@@ -430,3 +446,13 @@ def test_how_a_buffer_is_wrong_is_told(factors, said):
     trial = trial_of(make_config(tp=2), steps=2, own_sizes=False)
     what = named(Comparison(trial, whole, runs), "")[1]
     assert said in what and bool(said) == bool(what)
+
+
+def test_a_place_is_the_line_of_a_definition():
+    for code in (build_axes, GradientBuckets.wait, train.train_step):
+        file = Path(inspect.getsourcefile(code)).relative_to(ROOT)
+        line = inspect.getsourcelines(code)[1]
+        assert place_of(name_of(code)) == f"{file}:{line} {code.__qualname__}"
+    made = inspect.getsourcelines(Layout)[1] + 1  # below the decorator, which has made `__init__`
+    assert place_of("layout:Layout.__init__") == f"picotron_min/layout.py:{made} Layout.__init__"
+    assert place_of("extensions/yours:f") == "extensions/yours:f", "a file that is not there"
