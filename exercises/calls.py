@@ -176,24 +176,40 @@ def changed_argument(calls: list[Call], right: list[Call]) -> str:
     return ""
 
 
+class WrongCall(NamedTuple):
+    """A call that returns something else than the course's own function."""
+
+    text: str
+    has_other_form: bool  # another type or shape, or another number of values
+    results: tuple[list[dict], list[dict]]  # both, as those of one rank
+
+
 def wrong_call(
     found: dict[int | None, list[Call]], right: dict[int | None, list[Call]]
-) -> tuple[str, bool] | None:
-    """The first call with the same arguments and another result, and whether it has another form.
-
-    A result of another form comes before others.
-    """
+) -> WrongCall | None:
+    """The first call with the same arguments and another result; of another form before others."""
     different = None
     for rank in found.keys() & right.keys():
         for call, other in zip(found[rank], right[rank], strict=False):
             if call[:2] != other[:2] or not equal(call.given, other.given):
                 break  # from here on they do different things
+            results = [_parts(call.got)], [_parts(other.got)]
             if not fits(call.got, other.got):
                 text = f"{call.text()} {call.verb} {described(call.got)}; it should "
-                return f"{text}{other.verb.removesuffix('ed')} {described(other.got)}.", True
+                text += f"{other.verb.removesuffix('ed')} {described(other.got)}."
+                return WrongCall(text, True, results)
             if not different and not equal(call.got, other.got):
-                different = _difference(call, other, rank, len(found)), False
+                text = _difference(call, other, rank, len(found))
+                different = WrongCall(text, False, results)
     return different
+
+
+def _parts(result: Any, name: str = "result") -> dict[str, Any]:
+    """Each tensor by its place, as in a list of tensors; what has none is one value."""
+    if not isinstance(result, list | tuple) or Tensor not in map(type, result):
+        return {name: result}
+    parts = [_parts(value, f"{name}[{i}]") for i, value in enumerate(result)]
+    return {of: value for part in parts for of, value in part.items()}
 
 
 def _difference(call: Call, other: Call, rank: int | None, ranks: int) -> str:

@@ -124,20 +124,28 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
             gate, text = next(iter(failed[0].problems)), ", and ".join(failed[0].problems.values())
             return GATES[gate], f"Results are right. With {failed[0].case}: {text}."
         runs = [(exercise.factors(r.case), r.values, r.expected) for r in wrong]
-        sentence = common_pattern(runs, [exercise.factors(r.case) for r in right])
+        unlike = [exercise.factors(r.case) for r in right]
+        sentence = common_pattern(runs, unlike)
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
     # A result's type explains what fails in the same cases; or a crash where it was used later.
-    of_type = [bool(found and found[1]) for found in wrong]
+    of_type = [bool(found and found.has_other_form) for found in wrong]
     is_later = bool(crash) and not crash.failure.line
     place = outcome.index(crash if is_later else failed[0])
     if of_type == [r in failed for r in outcome] or (is_later and of_type[place]):
-        return "wrong_type", f"With {outcome[place].case}: {wrong[place][0]}"
+        return "wrong_type", f"With {outcome[place].case}: {wrong[place].text}"
     if crash:  # noticed later: what the function returned before may be the reason
         before = wrong[place] if is_later else None
-        return "exception", f"With {crash.case}: {before[0]}" if before else ""
+        return "exception", f"With {crash.case}: {before.text}" if before else ""
     cases = in_common([r.case for r in failed], [r.case for r in right])
+    if not sentence:
+        pairs = zip(outcome, wrong, strict=True)
+        calls = [(exercise.factors(r.case), *w.results) for r, w in pairs if w]
+        if how := common_pattern(calls, unlike):
+            sentence = f"Of the first wrong call in each case: {how[0].lower()}{how[1:]}"
+        elif "O" in failed[0].problems:
+            sentence = f"With {failed[0].case}: {failed[0].problems['O']}."
     text = f"{sentence or 'I do not know this mistake.'}{only_wrong(runs)}{cases}"
     if wrong[place]:
-        text += f"\nWith {failed[0].case}: {wrong[place][0]}"
+        text += f"\nWith {failed[0].case}: {wrong[place].text}"
     return "pattern" if sentence else "unknown", text

@@ -89,6 +89,19 @@ never_awaited: The result is used without a wait: the sum may not have arrived.
     work.wait() =>
 one_product_only: Only the first of the products is summed: all linears that share an input count.
     add_products(xs, products) => products[0](xs[0])
+each_product_summed: Each product is summed over the ranks by itself: added up before, they need
+    one message.
+- y, work = self.start_sum(add_products(xs, products))
+- meanwhile()
+- work.wait()
++ begun = [self.start_sum(product(x)) for x, product in zip(xs, products)]
++ meanwhile()
++ y = sum([y for y, work in begun if work.wait() or True])
+own_all_reduce: `multiply_scatter` does not call `start_sum`, and SequenceBoundary replaces just
+    that: its sum must be a reduce-scatter.
+- y, work = self.start_sum(add_products(xs, products))
++ y = add_products(xs, products)
++ work = collectives.start_all_reduce(y, self.axis)
 also_right:
     y.contiguous() => y.clone(memory_format=torch.contiguous_format)
 - return y, collectives.start_all_reduce(y, self.axis)

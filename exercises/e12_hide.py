@@ -103,6 +103,12 @@ weight_itself: It multiplies with `weight`: input_gradient knows its copy, in bf
 last_weight_for_all: Every product is with the last linear: a lambda looks up its variables when it
     is called, and then the loop is over.
     [linear.input_gradient for linear in => [lambda dy: linear.input_gradient(dy) for _ in
+all_linears_sent: Each linear's part of the gradient is sent by itself, all of them at once: added
+    up before, they need one message.
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ begun = [boundary.start_sum(product(dy)) for dy, product in zip(dys, products)]
++ boundary.queue.run_during_message()
++ dx = sum([part for part, work in begun if work.wait() or True])
 also_right:
 - dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
 + dx, work = boundary.start_sum(add_products(dys, products))

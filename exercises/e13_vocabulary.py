@@ -187,6 +187,13 @@ wide_at_the_end: Only the loss is made wide, at its end: in bfloat16 a sum of ex
     logits = wide(x @ weight.T) => logits = x @ weight.T
     losses = (sums.log() - target_logits) => losses = wide(sums.log() - target_logits)
     scatter_(1, ids, gradient_at_target => scatter_add_(1, ids, -is_here
+no_upper_bound: A target of a later slice is taken for the last id.
+    & (ids < logits.shape[1]) =>
+    ids = ids.where(is_here, 0) => ids = ids.where(is_here, 0).clamp(max=logits.shape[1] - 1)
+own_softmax: The gradient's softmax is over this rank's slice: it is over the whole vocabulary.
+    scale = counts / sums => scale = counts / exponentials.sum(-1)
+averaged: The gradient is divided by the number of tokens that count: the step does that, once.
+    [:, None].to(x.dtype)) => [:, None].to(x.dtype)) / counts.sum()
 also_right:
 def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
     logits, ids = wide(x @ weight.T), torch.arange(len(weight)) + vocabulary.first

@@ -182,6 +182,10 @@ mean_of_tokens: The loss is a mean over tokens, as in the paper: here it is a su
 - gradient = torch.zeros_like(counts)
 + gradient, tokens = torch.zeros_like(counts), shares.shape[1]
     keepdim=True)). => keepdim=True) / tokens / (1 if scope.ndim > 1 else len(shares))).
+part_in_batch_loss: The loss over the batch counts this rank's part of each sequence, not whole
+    sequences: use what sum_over_sequences returns.
+    counts = self.sum => own, counts = counts.clone(), self.sum
+    moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, own.sum(0))
 also_right:
 - best = shares.topk(self.config.num_experts_per_tok).indices
 - counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)

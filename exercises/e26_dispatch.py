@@ -216,6 +216,21 @@ all_repeated_as_a_whole: Rows and weights are repeated as a whole, a b a b, and 
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
     repeat_chunks(pairs.sort(weights), lengths, self.etp) => pairs.sort(weights).repeat(self.etp)
     add_chunks(out, lengths, self.etp) => out.unflatten(0, (self.etp, -1)).sum(0)
+ranks_in_turns: Copies for the ranks of etp go to ranks 0, ep, 2 ep, ...: those that share an expert
+    lie side by side.
+    counts.expand(-1, self.etp, -1) => counts.transpose(0, 1).expand(self.etp, -1, -1)
+    lengths = to_each[:: self.etp] => lengths = to_each[: self.ep]
+    repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
+    repeat_chunks(pairs.sort(weights), lengths, self.etp) => pairs.sort(weights).repeat(self.etp)
+    add_chunks(out, lengths, self.etp) => out.unflatten(0, (self.etp, -1)).sum(0)
+dropped_travel: Dropped pairs travel, with weight 0, to an expert that they have not chosen: what is
+    dropped must not be sent.
+- counts = count(experts, self.num_experts)[:-1].view(shape)
++ dropped = experts == self.num_experts
++ weights, experts = weights.masked_fill(dropped, 0), experts.masked_fill(dropped, 0)
++ counts = count(experts, self.num_experts)[:-1].view(shape)
+tokens_of_ep_alone: check_rows gets the tokens of ep ranks: with etp more ranks have tokens.
+    len(x) * self.axis.size) => len(x) * self.ep)
 also_right:
     .expand(-1, self.etp, -1).flatten(0, 1) => .squeeze(1).repeat_interleave(self.etp, 0)
 - by_expert = Pairs(arrived[:, None], len(arrived))

@@ -115,8 +115,12 @@ exception: no attribute 'to'
     10: """
 wrong_type: of float32; it should return a tensor
     y = y.contiguous() => y = y.to(torch.promote_types(y.dtype, torch.float32)).contiguous()
+pattern: Of the first wrong call in each case: every wrong number is too small by a factor of 2: the
+    [product(x) for product in products] => [product(x) / self.axis.size for product in products]
 """,
     11: """
+pattern: Of the first wrong call in each case: `result`: it is all there, but in another order.
+    all_gather(x, self.axis, dim=1) => all_gather(x, self.axis, dim=1).roll(1, dims=1)
 kept: is made anew for each call, and the case runs alone.
     def whole(self, x: Tensor) => def whole(self, x: Tensor, kept={})
 - return collectives.all_gather(x, self.axis, dim=1)
@@ -137,6 +141,12 @@ pattern: Every wrong number is NaN
 not_summed: rank 0 starts no reduce_scatter in backward
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + return y.chunk(self.axis.size, 1)[self.axis.rank], type('Done', (), {'wait': lambda self: None})()
+""",
+    12: """
+pattern: rank 0 does not wait for its all_reduce: the sum may not be there yet. Only
+- dx = boundary.multiply_scatter(dys, products, meanwhile=boundary.queue.run_during_message)
++ dx = boundary.start_sum(add_products(dys, products))[0] + 1
++ boundary.queue.run_during_message()
 """,
     14: """
 unknown: rank 0 has 'F1', but the last micro-batch is 0
@@ -356,6 +366,9 @@ def test_only_calls_with_arguments_of_the_same_form_are_compared():
     found = wrong_call(noted(lambda x: x + 1e-9, two), noted(lambda x: x, two))
     name = "test_only_calls_with_arguments_of_the_same_form_are_compared.<locals>.<lambda>"
     assert found[0].splitlines()[0].startswith(f"{name}(x=[0, 0])")
+    found = wrong_call(noted(lambda x: [x + 1, [x, 1]], two), noted(lambda x: [x, [x, 1]], two))
+    ((parts,), _) = found.results
+    assert [*parts] == ["result[0]", "result[1][0]", "result[1][1]"]
 
 
 def test_calls_of_methods_and_what_generators_yield_are_noted_but_not_calls_within():
