@@ -28,12 +28,18 @@ def summed_vocabulary(one: Compared, both: Comparison) -> str:
     at_target = logits.gather(1, targets[:, None])[:, 0]
     mine = at_target * (owner == one.at.tp)
     of_owner = most.gather(0, owner[None])[0]
-    whole = sums.sum(0).log()
+    whole, lengths = sums.sum(0).log(), torch.tensor([[len(i)] for i in ids])
 
-    def of_all(ids_of_slices) -> Tensor:  # each slice counts one of its ids
-        return whole - sum(logits.gather(1, i[:, None])[:, 0] for i in ids_of_slices)
+    def counting(ids_of_slices: list[Tensor], here: Tensor) -> Tensor:
+        """What a loss is of which each slice counts one of its ids, where it is `here`."""
+        rows = zip(ids_of_slices, here, strict=True)
+        return whole - sum(logits.gather(1, i[:, None])[:, 0] * is_here for i, is_here in rows)
 
-    firsts = (torch.where(owner == t, targets, i[0]) for t, i in enumerate(ids))
+    slices = torch.arange(layout.tp)[:, None]
+    is_owner, everywhere = owner == slices, torch.ones(layout.tp, 1)
+    near = [targets.clamp(i[0], i[-1]) for i in ids]
+    firsts = [targets.where(of, i[0]) for of, i in zip(is_owner, ids, strict=True)]
+    shifted = [(targets + i[0]).clamp(max=i[-1]) for i in ids]
     guesses = {
         "subtracts each rank's own largest logit": (sums / most.exp()).sum(0).log()
         - (at_target - of_owner),
@@ -41,10 +47,13 @@ def summed_vocabulary(one: Compared, both: Comparison) -> str:
         "lacks a target's logit that another rank has": whole - mine,
         "subtracts the largest logit from the others alone, not from the target's": whole
         - (at_target + largest),
-        "counts in other slices the id that is nearest to the target": of_all(
-            targets.clamp(i[0], i[-1]) for i in ids
-        ),
-        "counts in other slices their first id": of_all(firsts),
+        "counts in other slices the id that is nearest to the target": counting(near, everywhere),
+        "counts in later slices their first id": counting(near, slices >= owner),
+        "counts in earlier slices their last id": counting(near, slices <= owner),
+        "counts in other slices their first id": counting(firsts, everywhere),
+        "takes a target for an id within each slice": counting(shifted, targets < lengths),
+        "adds the log-sum-exps of slices, which are logarithms": (sums.log() + largest).sum(0)
+        - (at_target + largest),
         "sums nothing over the ranks of the vocabulary": sums[one.at.tp].log() - mine,
     }
     return next((f"it {how}" for how, loss in guesses.items() if same(one.got, loss.sum())), "")

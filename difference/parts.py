@@ -132,13 +132,13 @@ def by_queries(one: Compared, both: Comparison) -> Parts:
     return parts
 
 
-def with_own_lse(one: Compared, both: Comparison) -> Tensor | None:
-    """The gradient of v, if each query's probabilities were of the keys of its own rank alone."""
+def with_other_lse(one: Compared, both: Comparison) -> dict[str, Tensor]:
+    """The gradient of v for some wrong log-sum-exps of a ring's queries, which merge blocks."""
     core, _, letter = one.key.name.rpartition(".")
     layout, of = both.trial.layout, one.key._replace(phase="forward")
     is_ring = layout.cp > 1 and layout.cp_engine == "ring" and not both.trial.workload.document_mask
     if (one.key.phase, letter) != ("backward", "v") or not is_ring:
-        return None
+        return {}
     q, k = (both.whole[of._replace(name=f"{core}.{x}")] for x in "qk")
     size, owner = q.shape[2], torch.zeros(q.shape[2])
     for cp in range(layout.cp):
@@ -146,10 +146,23 @@ def with_own_lse(one: Compared, both: Comparison) -> Tensor | None:
     k = k.repeat_interleave(repeats := q.shape[1] // k.shape[1], 1)
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     scores = scores.masked_fill(torch.ones(size, size).triu(1).bool(), -math.inf)
-    own = scores.masked_fill(owner[:, None] != owner, -math.inf)
-    p = (scores - own.logsumexp(-1, keepdim=True)).exp()
-    dv = p.mT @ both.whole[one.key._replace(name=core)]
-    return take(dv.unflatten(1, (-1, repeats)).sum(2), one.indices)
+    of_rank = [scores.masked_fill(owner != cp, -math.inf) for cp in range(layout.cp)]
+    blocks = torch.stack([x.logsumexp(-1) for x in of_rank])  # [cp, B, Q, S]; -inf: it sees none
+    largest, is_merged = blocks.amax(0), blocks.isfinite().sum(0) > 1
+    lses = {
+        "the log-sum-exp of each rank's own keys": blocks.gather(
+            0, owner.long().expand_as(largest)[None]
+        )[0],
+        "the largest log-sum-exp of a rank's keys": largest,
+        "the sum of the log-sum-exps of ranks' keys": blocks.nan_to_num(neginf=0).sum(0),
+        "a log-sum-exp less the largest of a rank's keys": scores.logsumexp(-1)
+        - largest * is_merged,
+    }
+    gradient, found = both.whole[one.key._replace(name=core)], {}
+    for name, lse in lses.items():
+        dv = (scores - lse[..., None]).exp().mT @ gradient
+        found[name] = take(dv.unflatten(1, (-1, repeats)).sum(2), one.indices)
+    return found
 
 
 def squares(one: Compared, both: Comparison, axis: str = "") -> Parts:

@@ -100,9 +100,9 @@ def key_heads(one: Compared, both: Comparison) -> str:
 
 
 def rotation(one: Compared, both: Comparison) -> str:
-    """Queries or keys turned by the angles of other positions."""
+    """Queries or keys turned by the angles of other positions, or values by any."""
     base, _, letter = one.key.name.rpartition(".core_attention.")
-    if letter not in ("q", "k") or one.key.phase != "forward":
+    if letter not in ("q", "k", "v") or one.key.phase != "forward":
         return ""
     config, S = both.trial.model_config, 2 * both.trial.workload.seq_length
     x = both.whole[one.key._replace(name=f"{base}.{letter}_proj")]
@@ -111,10 +111,13 @@ def rotation(one: Compared, both: Comparison) -> str:
     error = torch.stack([rotate(x, *table).transpose(1, 2) - one.got for table in tables]).abs()
     error = error.amax((1, 2, 4))  # [S, positions of this rank]
     pairs = zip(one.indices[2], error.argmin(0).tolist(), strict=True)
-    pairs = [(a, b) for a, b in pairs if a != b]
+    pairs = [(a, b) for a, b in pairs if b != (a if letter != "v" else 0)]
     if error.amin(0).max() > FITS * x.abs().max() or not pairs:
-        return ""
+        cos, sin = rotary_table(torch.tensor([*one.indices[2]]), config)
+        is_swapped = same(rotate(x, sin, cos).transpose(1, 2), one.got)
+        return "it is rotated with cos and sin swapped" * is_swapped
     turned = ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
+    turned += ", and values must not be" * (letter == "v")
     return f"positions {ranges(a for a, _ in pairs)} are rotated as if they were {turned}"
 
 
@@ -203,11 +206,12 @@ def region(one: Compared, both: Comparison) -> str:
             regions.setdefault(len(where) / error.shape[dim], sentence)
     if regions:
         return regions[min(regions)]
+    if error.max() < 3e-7:
+        is_exact = same(one.got, one.right.float().double())
+        how = "rounding of float32" if is_exact else "as much as float32 rounds"
+        return f"it differs by {error.max():.1e} of its largest number: {how}"
     if one.got.numel() == 1:
         return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}"
-    if error.max() < 3e-7:
-        how = ": rounding of float32" * same(one.got, one.right.float().double())
-        return f"it differs by {error.max():.1e} of its largest number{how}"
     num_wrong, n = int((error > TOLERANCE).sum()), error.numel()
     how = "all of it is wrong" if num_wrong == n else f"{num_wrong} of its {n} numbers are wrong"
     return f"{how}, by up to {error.max():.2g} of its largest number"

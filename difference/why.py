@@ -20,7 +20,7 @@ from torch import Tensor
 from difference.algebra import REDUCTIONS, same, scaled_by_parts, weights_of
 from difference.compare import Compared, Comparison
 from difference.logits import logits_gradient, summed_vocabulary
-from difference.parts import REST, Parts, parts_of, products, squares, with_own_lse
+from difference.parts import REST, Parts, parts_of, products, squares, with_other_lse
 from difference.places import Here, along, take
 from difference.reads import (
     are,
@@ -190,7 +190,7 @@ def _another(one: Compared, both: Comparison) -> str:
         return ""
     is_activation = key.phase in ("forward", "backward")
     for m, d in both.trial.micro_batches if is_activation else [key[3:]]:
-        other = f"micro-batch {m}" + f" of dp {d}" * (d != one.at.dp)
+        other = f"micro-batch {m}" + f" of dp {d}" * (both.trial.layout.dp > 1)
         names[key._replace(micro_batch=m, dp=d)] = other if is_activation else "this step"
     if key.step:
         names[key._replace(step=key.step - 1)] = "the step before"
@@ -263,13 +263,13 @@ def _other_rows(one: Compared, both: Comparison) -> str:
     return f"it adds {', '.join(others)}: these are other ranks' rows" if others else ""
 
 
-def _own_keys(one: Compared, both: Comparison) -> str:
-    found = with_own_lse(one, both)
-    is_own = found is not None and same(one.got, found)
-    return "its backward has the log-sum-exp of each rank's own keys, not of all keys" * is_own
+def _other_lse(one: Compared, both: Comparison) -> str:
+    guesses = with_other_lse(one, both).items()
+    name = next((name for name, found in guesses if same(one.got, found)), "")
+    return name and f"its backward has {name}, not the log-sum-exp of all keys"
 
 
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
-HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _own_keys]
+HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _other_lse]
 HYPOTHESES += [logits_gradient, counted, summed_vocabulary, places, _order, rows_scaled, drawn]
 HYPOTHESES += [region]

@@ -190,7 +190,7 @@ KNOWN += [
         "out[:, :, rows], lse[:, :, rows] = merged",
         "out[:, :, rows], _ = merged",
         {"cp": 2},
-        "its backward has the log-sum-exp of each rank's own keys, not of all keys",
+        "its backward has the log-sum-exp of each rank's own keys, not the log-sum-exp of all keys",
         "look at      context_parallel:_RingAttention,",
     ),
     (

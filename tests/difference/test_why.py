@@ -1,6 +1,7 @@
 """Each formula gives its sentence, and with noise of 1e-6 it does not: without any process."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from difference import whole
 from difference.__main__ import run
+from difference.algebra import same
 from difference.compare import Compared, Comparison
 from difference.parts import head_of, parts_of, products
 from difference.places import here, indices_of, take
@@ -70,11 +72,27 @@ def attention(queries: range, keys: list[int]) -> Tensor:
     return got
 
 
-def rotated(shift: int) -> Tensor:
-    one = right("forward", f"{ATTENTION}.core_attention.q")
-    x = right("forward", f"{ATTENTION}.q_proj").got.unflatten(-1, (-1, 4))
-    at = torch.tensor(one.indices[2]) - shift
-    return rotate(x, *rotary_table(at, both().trial.model_config)).transpose(1, 2)
+def values(merge: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Rank 0's gradient of v, with `merge` of the log-sum-exps of two ranks' keys in backward."""
+    core = f"{ATTENTION}.core_attention"
+    q, k = (both().whole[Key(0, "forward", f"{core}.{x}")] for x in "qk")
+    scores = q @ k.repeat_interleave(2, 1).mT / 2 - torch.full((16, 16), torch.inf).triu(1)
+    early, own = torch.arange(16) < 4, torch.arange(16) % 12 < 4  # rank 0 has 0-3 and 12-15
+    mine, theirs = (scores[..., of].logsumexp(-1) for of in (own, ~own))
+    lse = torch.where(early, mine, merge(mine, theirs))  # those before position 4 see one block
+    dv = (scores - lse[..., None]).exp().mT @ both().whole[Key(0, "backward", core)]
+    return take(dv.unflatten(1, (4, 2)).sum(2), right("backward", f"{core}.v").indices)
+
+
+def without(a: Tensor, b: Tensor) -> Tensor:
+    return torch.logaddexp(a, b) - torch.maximum(a, b)
+
+
+def rotated(letter: str, shift: int = 0, order: int = 1) -> Tensor:
+    one = right("forward", f"{ATTENTION}.core_attention.{letter}")
+    x = right("forward", f"{ATTENTION}.{letter}_proj").got.unflatten(-1, (-1, 4))
+    table = rotary_table(torch.tensor(one.indices[2]) - shift, both().trial.model_config)
+    return rotate(x, *table[::order]).transpose(1, 2)
 
 
 def targets_of(one: Compared) -> Tensor:
@@ -104,9 +122,19 @@ def loss(one: Compared, how: str) -> Tensor:
     whole = (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, at_target)).sum()
     if how == "not shifted":
         return whole - logits.amax(-1).sum()
-    others = {"nearest": (15, 14), "first": (15, 0)}[how]
-    also = logits.gather(-1, torch.where(at_target < 15, *others))
-    return whole - (also - logits.amax(-1, keepdim=True)).sum()
+    if how == "lse added":
+        lses = sum(of.logsumexp(-1, keepdim=True) for of in slices)
+        return (lses - logits.gather(-1, at_target)).sum()
+    shifted, is_early = logits - logits.amax(-1, keepdim=True), at_target < 15
+    if how == "within":  # the first slice has one id more than the second
+        counted = is_early * shifted.gather(-1, at_target)
+        counted += (at_target < 14) * shifted.gather(-1, (at_target + 15).clamp(max=28))
+        return whole + (shifted.gather(-1, at_target) - counted).sum()
+    kinds = {"nearest": (15, 14), "first": (15, 0), "later": (15, None), "earlier": (None, 14)}
+    for other, is_meant in zip(kinds[how], (is_early, ~is_early), strict=True):
+        if other is not None:
+            whole = whole - (shifted[..., other, None] * is_meant).sum()
+    return whole
 
 
 def other_rows(one: Compared) -> Tensor:
@@ -148,7 +176,11 @@ FORMULAS = [
     (SUM, lambda one: one.got + part(one, LAST), "counts the part of micro-batch 1 2 (tp or "),
     (SUM, lambda one: part(one, ("dp", 0), LAST), "part of micro-batch 1, dp 0 alone"),
     (ENTERS, lambda one: part(one, ("linear", "up_proj")), "part of linear up_proj alone"),
-    (OUT, lambda one: one.got + got(*OUT, micro_batch=1), "1 x micro-batch 0 + 1 x"),
+    (
+        OUT,
+        lambda one: one.got + got(*OUT, micro_batch=1),
+        "1 x micro-batch 0 of dp 0 + 1 x micro-batch 1 of dp 0, and",
+    ),
     (OUT, lambda one: got(*OUT, micro_batch=1), "the tensor of micro-batch 1"),
     (OUT, lambda one: got(*OUT, rank=1), "are those of 12-15: they are the part of tp 1"),
     (OUT, lambda one: got("forward", "model.layers.0.mlp"), "it is model.layers.0.mlp, another"),
@@ -161,11 +193,17 @@ FORMULAS = [
         "position 3 is wrong, and the others are right: the last of a piece that this rank has",
     ),
     (("forward", CORE), lambda one: attention(range(12, 16), [0, 1, 2, 3]), KEYS),
-    (("forward", f"{CORE}.q"), lambda one: rotated(shift=-1), "are rotated as if they were"),
+    (("forward", f"{CORE}.q"), lambda one: rotated("q", shift=-1), "are rotated as if they were"),
+    (("forward", f"{CORE}.k"), lambda one: rotated("k", order=-1), "with cos and sin swapped"),
+    (("forward", f"{CORE}.v"), lambda one: rotated("v"), "-15, and values must not be"),
     (2 * ("gradient norm",), lambda one: norm(2, "norm"), "counts the weights of norms 2 (tp"),
+    (2 * ("gradient norm",), lambda one: one.got * (1 + 1e-8), "as much as float32 rounds"),
     (2 * ("gradient norm",), lambda one: norm(0, "(embed|head)", TP_1), "the embeddings of tp 1"),
     (("backward", f"{CORE}.v"), lambda one: part(one, ("cp", 0)), "own part of a sum over cp"),
     (("backward", f"{CORE}.k"), lambda one: part(one, ("cp", 1)), "is the part of cp 1 alone"),
+    (("backward", f"{CORE}.v"), lambda one: values(torch.maximum), "the largest log-sum-exp of"),
+    (("backward", f"{CORE}.v"), lambda one: values(torch.add), "sum of the log-sum-exps"),
+    (("backward", f"{CORE}.v"), lambda one: values(without), "a log-sum-exp less the largest of"),
     (LAST_NORM, lambda one: part(one, ("tp", 1)), "is the part of tp 1 alone"),
     (LAST_NORM, lambda one: logits(one, {3: -1}), "is 1 too small at id 3, in 4 of 16 tokens"),
     (LAST_NORM, lambda one: logits(one, {3: 2, 5: 1}), "logits is wrong at ids 3 5, in 4 of 16"),
@@ -179,6 +217,10 @@ FORMULAS = [
     (LOSS, lambda one: loss(one, "not shifted"), "from the others alone, not from the target's"),
     (LOSS, lambda one: loss(one, "nearest"), "in other slices the id that is nearest to the ta"),
     (LOSS, lambda one: loss(one, "first"), "it counts in other slices their first id"),
+    (LOSS, lambda one: loss(one, "later"), "it counts in later slices their first id"),
+    (LOSS, lambda one: loss(one, "earlier"), "it counts in earlier slices their last id"),
+    (LOSS, lambda one: loss(one, "within"), "it takes a target for an id within each slice"),
+    (LOSS, lambda one: loss(one, "lse added"), "it adds the log-sum-exps of slices, which"),
     (OUT, lambda one: one.got * torch.arange(2, 6)[:, None], "each token has another number of"),
     (OUT, lambda one: other_rows(one), "adds the part of tp 1 for rank 1: these are other ranks"),
     (OUT, lambda one: one.got.flip(1, 2), "it has the right numbers in other places"),
@@ -214,7 +256,8 @@ def test_a_formula_gives_its_sentence_and_noise_does_not(what, formula, said):
     wrong = formula(one)
     assert said in explain(one._replace(got=wrong), both())
     if wrong.isfinite().all() and wrong.shape == one.got.shape:
-        noise = 1e-6 * one.right.abs().max() * torch.randn(wrong.shape, dtype=torch.float64)
+        noise = 1 + torch.rand(wrong.shape, dtype=torch.float64)
+        noise *= 1e-6 * one.right.abs().max()
         assert said not in explain(one._replace(got=wrong + noise), both())
 
 
@@ -224,6 +267,10 @@ def test_weights_of_a_token_that_were_not_normalised_are_told_by_their_sum():
     halves = one.right * torch.linspace(0.5, 0.75, one.right.shape[1])[:, None]
     sentence = "each token's numbers add up to 0.5 to 0.75, and should to 1"
     assert explain(one._replace(got=halves), both()) == sentence
+
+
+def test_what_overflows_is_equal_to_nothing():
+    assert not same(torch.tensor([torch.inf]), torch.ones(1))
 
 
 def test_rows_of_a_matrix_are_not_called_tokens():
