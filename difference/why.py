@@ -7,6 +7,7 @@
     T = sum c_k R_k, R is one R_k   of other micro-batches, or of the step before
     T = S, another tensor           a step between them is left out, or run twice
     T = softmax(q K) V              of other keys, or other key heads
+    T = sum c_e expert_e(x)         of other experts, or with other weights
     each slice of T is one of R     other places
 
 Hypotheses are tried in the order of HYPOTHESES; the first that fits gives the sentence.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from difference.algebra import REDUCTIONS, same, scaled_by_parts, weights_of
 from difference.compare import Compared, Comparison
+from difference.experts import experts_of_tokens
 from difference.logits import logits_gradient, summed_vocabulary
 from difference.parts import REST, Parts, parts_of, products, squares, with_other_lse
 from difference.places import Here, along, take
@@ -272,4 +274,4 @@ def _other_lse(one: Compared, both: Comparison) -> str:
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]
 HYPOTHESES += [_another, _another_name, _another_parameter, _old_weights, _other_rows, _other_lse]
 HYPOTHESES += [logits_gradient, counted, summed_vocabulary, places, _order, rows_scaled, drawn]
-HYPOTHESES += [region]
+HYPOTHESES += [experts_of_tokens, region]
