@@ -5,7 +5,7 @@ from torch import Tensor
 
 from difference.algebra import ranges, same
 from difference.compare import Compared, Comparison
-from difference.parts import head_of
+from difference.parts import head_of, of_logits
 from difference.places import chunk, positions, take
 
 
@@ -63,6 +63,9 @@ def logits_gradient(one: Compared, both: Comparison) -> str:
     """Of the last norm's gradient, a product with the head: where the logits' gradient is wrong."""
     if one.key[1:3] != ("backward", "model.norm"):
         return ""
+    of_own = sum(of_logits(one.key, both, is_own=True).values())
+    if same(one.got, take(of_own, one.indices)):
+        return "the gradient of the logits has a softmax over each rank's ids alone, not over all"
     weight, error = head_of(both, one.key.step), (one.got - one.right).flatten(0, 1)
     if len(weight) > len(weight[0]):
         return ""  # no single answer

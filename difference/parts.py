@@ -99,15 +99,19 @@ def head_of(both: Comparison, step: int) -> Tensor:
     return both.weight("model.embed_tokens.weight" if is_tied else "lm_head.weight", step)
 
 
-def of_logits(key: Key, both: Comparison) -> Parts:
-    """What each tp rank's part of the vocabulary gives to the gradient of the last norm."""
+def of_logits(key: Key, both: Comparison, is_own: bool = False) -> Parts:
+    """What each tp rank's part of the vocabulary gives to the gradient of the last norm.
+
+    `is_own`: with a softmax over that part alone.
+    """
     of = key._replace(phase="forward")
     x, targets = both.whole[of], both.whole[of._replace(name="targets")]
     weight, tp = head_of(both, key.step), both.trial.layout.tp
-    counts = targets != IGNORE_INDEX
-    gradient = (x @ weight.T).softmax(-1) - F.one_hot(targets * counts, len(weight))
+    logits, counts = x @ weight.T, targets != IGNORE_INDEX
     ids = [[*chunk(range(len(weight)), t, tp)] for t in range(tp)]
-    gradient = gradient * counts[..., None]
+    of_slices = [logits[..., i].softmax(-1) for i in ids]
+    p = torch.cat(of_slices, -1) if is_own else logits.softmax(-1)
+    gradient = (p - F.one_hot(targets * counts, len(weight))) * counts[..., None]
     return {(("tp", t),): gradient[..., i] @ weight[i] for t, i in enumerate(ids)}
 
 

@@ -107,6 +107,12 @@ def logits(one: Compared, ids: dict[int, float]) -> Tensor:
     return got
 
 
+def own_softmax(one: Compared) -> Tensor:
+    x, weight = right("forward", "model.norm").got, head_of(both(), 0)
+    p = [(x @ part.T).softmax(-1) @ part for part in (weight[:15], weight[15:])]
+    return sum(p) - weight[targets_of(one)]
+
+
 def loss(one: Compared, how: str) -> Tensor:
     """Of two slices of the vocabulary, ids 0-14 and 15-28, with a mistake."""
     x, targets = (both().whole[one.key._replace(name=of)] for of in ("model.norm", "targets"))
@@ -205,6 +211,7 @@ FORMULAS = [
     (("backward", f"{CORE}.v"), lambda one: values(torch.add), "sum of the log-sum-exps"),
     (("backward", f"{CORE}.v"), lambda one: values(without), "a log-sum-exp less the largest of"),
     (LAST_NORM, lambda one: part(one, ("tp", 1)), "is the part of tp 1 alone"),
+    (LAST_NORM, own_softmax, "has a softmax over each rank's ids alone, not over all"),
     (LAST_NORM, lambda one: logits(one, {3: -1}), "is 1 too small at id 3, in 4 of 16 tokens"),
     (LAST_NORM, lambda one: logits(one, {3: 2, 5: 1}), "logits is wrong at ids 3 5, in 4 of 16"),
     (
