@@ -1,7 +1,8 @@
 """Apart: one process once more, with each sequence in a micro-batch of its own.
 
-The right run has the layout's own micro-batches. A function that mixes the sequences of one does so
-there, too; but the model then depends on how dp and micro-batches cut the batch.
+The right run has the layout's own micro-batches. A function that mixes the sequences of one, or
+adds up micro-batches wrongly, does so there, too; but the model then depends on how dp and
+micro-batches cut the batch. The second step shows what the first has left in a state.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 from difference.calls import Call, calls_of
 from difference.compare import TOLERANCE, error_of
 from difference.suspects import look_at
-from difference.taps import INSIDE, RESULT, Record
+from difference.taps import INSIDE, RAN, RESULT, Record, is_yours
 from difference.tiny import Trial
 from difference.whole import Whole, right_whole
 
@@ -21,7 +22,7 @@ UNCHECKED = "             whether sequences of a micro-batch are mixed is not ch
 
 
 def mixing(trial: Trial, whole: Whole) -> tuple[bool, list[str]]:
-    """Whether a function of yours mixes sequences, and what to print about that, if anything.
+    """Whether a function of yours knows how the batch is cut, and what to print about that, if so.
 
     `whole` can be of another version, with `--right`, and then has other tensors, too.
     """
@@ -33,19 +34,22 @@ def mixing(trial: Trial, whole: Whole) -> tuple[bool, list[str]]:
     count = work.num_micro_batches * work.micro_batch_size
     of_each = replace(work, micro_batch_size=1, num_micro_batches=count)
     try:
-        apart = right_whole(trial._replace(workload=of_each), steps=1)
+        apart = right_whole(trial._replace(workload=of_each), steps=min(2, trial.steps))
     except ValueError as error:
         return False, [f"{UNCHECKED}with one sequence {error}"]
-    shared = [key for key in apart if key in whole]
-    sums = (key for phase in ("loss", "summed gradient") for key in shared if key.phase == phase)
+    sums = [key for key in apart if key in whole and key.phase in ("loss", "summed gradient")]
+    sums.sort(key=lambda key: (key.step, key.phase))
     wrong = next((key for key in sums if _differs(whole[key], apart[key])), None)
     if not wrong:
         return False, []
     name = "loss" if wrong.phase == "loss" else f"{wrong.phase} of {wrong.name}"
-    names = [*dict.fromkeys(_functions(trial, whole, apart))]
+    ran = (key.name for key in whole if key.phase == RAN and is_yours(key.name))
+    backward = [function for function in ran if function.endswith(".backward")]
+    names = [*dict.fromkeys([*_functions(trial, whole, apart), *backward * wrong.step])]
     return True, [
-        f"MIXED        step 1, {name}: the ranks have what one process has, but it changes",
-        "             if each sequence is a micro-batch of its own: something mixes sequences",
+        f"MIXED        step {wrong.step + 1}, {name}: the ranks have what one process has, but it",
+        "             changes if each sequence is a micro-batch of its own: something mixes",
+        "             sequences, or adds up micro-batches wrongly",
         *([look_at(names)] if names else []),
     ]
 
@@ -61,6 +65,9 @@ def _functions(trial: Trial, whole: Whole, apart: Whole) -> Iterator[str]:
     for call in _calls(whole):
         if call.key.step:
             continue
+        alone = single.get((call.key, call.which))
+        if call.is_in((".counts",)) and alone and _differs(call.made[RESULT], alone.made[RESULT]):
+            yield call.key.name
         first = (call.key.micro_batch * dp + call.key.dp) * B
         places = (divmod(first + j, dp) for j in range(B))
         keys = (call.key._replace(micro_batch=m, dp=d) for m, d in places)

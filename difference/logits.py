@@ -30,15 +30,14 @@ def summed_vocabulary(one: Compared, both: Comparison) -> str:
     of_owner = most.gather(0, owner[None])[0]
     whole, lengths = sums.sum(0).log(), torch.tensor([[len(i)] for i in ids])
 
-    def counting(ids_of_slices: list[Tensor], here: Tensor) -> Tensor:
+    def counting(ids_of_slices: list[Tensor], here: Tensor | int = 1) -> Tensor:
         """What a loss is of which each slice counts one of its ids, where it is `here`."""
-        rows = zip(ids_of_slices, here, strict=True)
-        return whole - sum(logits.gather(1, i[:, None])[:, 0] * is_here for i, is_here in rows)
+        counted = torch.stack([logits.gather(1, i[:, None])[:, 0] for i in ids_of_slices])
+        return whole - (counted * here).sum(0)
 
     slices = torch.arange(layout.tp)[:, None]
-    is_owner, everywhere = owner == slices, torch.ones(layout.tp, 1)
     near = [targets.clamp(i[0], i[-1]) for i in ids]
-    firsts = [targets.where(of, i[0]) for of, i in zip(is_owner, ids, strict=True)]
+    firsts = [targets.where(of, i[0]) for of, i in zip(owner == slices, ids, strict=True)]
     shifted = [(targets + i[0]).clamp(max=i[-1]) for i in ids]
     guesses = {
         "subtracts each rank's own largest logit": (sums / most.exp()).sum(0).log()
@@ -47,10 +46,10 @@ def summed_vocabulary(one: Compared, both: Comparison) -> str:
         "lacks a target's logit that another rank has": whole - mine,
         "subtracts the largest logit from the others alone, not from the target's": whole
         - (at_target + largest),
-        "counts in other slices the id that is nearest to the target": counting(near, everywhere),
+        "counts in other slices the id that is nearest to the target": counting(near),
         "counts in later slices their first id": counting(near, slices >= owner),
         "counts in earlier slices their last id": counting(near, slices <= owner),
-        "counts in other slices their first id": counting(firsts, everywhere),
+        "counts in other slices their first id": counting(firsts),
         "takes a target for an id within each slice": counting(shifted, targets < lengths),
         "adds the log-sum-exps of slices, which are logarithms": (sums.log() + largest).sum(0)
         - (at_target + largest),
@@ -63,8 +62,8 @@ def logits_gradient(one: Compared, both: Comparison) -> str:
     """Of the last norm's gradient, a product with the head: where the logits' gradient is wrong."""
     if one.key[1:3] != ("backward", "model.norm"):
         return ""
-    of_own = sum(of_logits(one.key, both, is_own=True).values())
-    if same(one.got, take(of_own, one.indices)):
+    per_slice = sum(of_logits(one.key, both, per_slice=True).values())
+    if same(one.got, take(per_slice, one.indices)):
         return "the gradient of the logits has a softmax over each rank's ids alone, not over all"
     weight, error = head_of(both, one.key.step), (one.got - one.right).flatten(0, 1)
     if len(weight) > len(weight[0]):

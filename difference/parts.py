@@ -99,10 +99,10 @@ def head_of(both: Comparison, step: int) -> Tensor:
     return both.weight("model.embed_tokens.weight" if is_tied else "lm_head.weight", step)
 
 
-def of_logits(key: Key, both: Comparison, is_own: bool = False) -> Parts:
-    """What each tp rank's part of the vocabulary gives to the gradient of the last norm.
+def of_logits(key: Key, both: Comparison, per_slice: bool = False) -> Parts:
+    """What each tp rank's slice of the vocabulary gives to the gradient of the last norm.
 
-    `is_own`: with a softmax over that part alone.
+    `per_slice`: with a softmax over that slice alone.
     """
     of = key._replace(phase="forward")
     x, targets = both.whole[of], both.whole[of._replace(name="targets")]
@@ -110,7 +110,7 @@ def of_logits(key: Key, both: Comparison, is_own: bool = False) -> Parts:
     logits, counts = x @ weight.T, targets != IGNORE_INDEX
     ids = [[*chunk(range(len(weight)), t, tp)] for t in range(tp)]
     of_slices = [logits[..., i].softmax(-1) for i in ids]
-    p = torch.cat(of_slices, -1) if is_own else logits.softmax(-1)
+    p = torch.cat(of_slices, -1) if per_slice else logits.softmax(-1)
     gradient = (p - F.one_hot(targets * counts, len(weight))) * counts[..., None]
     return {(("tp", t),): gradient[..., i] @ weight[i] for t, i in enumerate(ids)}
 
@@ -137,7 +137,10 @@ def by_queries(one: Compared, both: Comparison) -> Parts:
 
 
 def with_other_lse(one: Compared, both: Comparison) -> dict[str, Tensor]:
-    """The gradient of v for some wrong log-sum-exps of a ring's queries, which merge blocks."""
+    """The gradient of v, if backward used another log-sum-exp than all keys'.
+
+    With more than two ranks the output is wrong before it: the next merge uses it, too.
+    """
     core, _, letter = one.key.name.rpartition(".")
     layout, of = both.trial.layout, one.key._replace(phase="forward")
     is_ring = layout.cp > 1 and layout.cp_engine == "ring" and not both.trial.workload.document_mask

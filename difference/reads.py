@@ -116,8 +116,9 @@ def rotation(one: Compared, both: Comparison) -> str:
         cos, sin = rotary_table(torch.tensor([*one.indices[2]]), config)
         is_swapped = same(rotate(x, sin, cos).transpose(1, 2), one.got)
         return "it is rotated with cos and sin swapped" * is_swapped
+    if letter == "v":
+        return f"values are rotated, by the angles of positions {ranges(b for _, b in pairs)}"
     turned = ranges(b for _, b in pairs) if any(b for _, b in pairs) else "0, so not at all"
-    turned += ", and values must not be" * (letter == "v")
     return f"positions {ranges(a for a, _ in pairs)} are rotated as if they were {turned}"
 
 
@@ -185,8 +186,8 @@ def _owner(found: set[int], dim: int, one: Compared, both: Comparison) -> str:
 
 def region(one: Compared, both: Comparison) -> str:
     """Where it is wrong, if not everywhere; and by how much."""
-    largest = both.whole.get(one.key, one.right).abs().max().clamp(min=1e-300)
-    error, first = (one.got - one.right).abs() / largest, ""
+    whole = both.whole.get(one.key, one.right) if one.right.numel() > 1 else one.right
+    error, first = (one.got - one.right).abs() / whole.abs().max().clamp(min=1e-300), ""
     if not one.got.is_floating_point():
         pair = (x[one.got != one.right][0] for x in (one.got, one.right))
         first = ": the first is {}, and should be {}".format(*pair)
@@ -206,12 +207,13 @@ def region(one: Compared, both: Comparison) -> str:
             regions.setdefault(len(where) / error.shape[dim], sentence)
     if regions:
         return regions[min(regions)]
-    if error.max() < 3e-7:
-        is_exact = same(one.got, one.right.float().double())
-        how = "rounding of float32" if is_exact else "as much as float32 rounds"
-        return f"it differs by {error.max():.1e} of its largest number: {how}"
+    rounding = ": perhaps rounding of float32" * bool(1e-9 < error.max() < 3e-7)
+    if same(one.got, one.right.float().double()):
+        rounding = ": rounding of float32"
     if one.got.numel() == 1:
-        return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}"
+        return f"it is {float(one.got):.10g}, and should be {float(one.right):.10g}{rounding}"
+    if error.max() < 3e-7:
+        return f"it differs by {error.max():.1e} of its largest number{rounding}"
     num_wrong, n = int((error > TOLERANCE).sum()), error.numel()
     how = "all of it is wrong" if num_wrong == n else f"{num_wrong} of its {n} numbers are wrong"
     return f"{how}, by up to {error.max():.2g} of its largest number"
@@ -251,7 +253,7 @@ def counted(one: Compared, both: Comparison) -> str:
 
 
 def rows_scaled(one: Compared, both: Comparison) -> str:
-    """Each token has a factor of its own: what it is divided by is wrong."""
+    """Tokens have factors: what they are divided by is wrong."""
     is_of_tokens = one.key.phase in ("forward", "backward") and one.got.ndim > 1
     if not is_of_tokens or one.got.shape[-1] < 2:
         return ""
@@ -264,7 +266,7 @@ def rows_scaled(one: Compared, both: Comparison) -> str:
     if same(should, should.mean().expand_as(should)):
         few = f"{sums.min():.4g} to {sums.max():.4g}"
         return f"each token's numbers add up to {few}, and should to {should[0]:.4g}"
-    return "each token has another number of times what it should have"
+    return f"tokens are {factors.min():.4g} to {factors.max():.4g} times what they should be"
 
 
 def drawn(one: Compared, both: Comparison) -> str:

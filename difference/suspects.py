@@ -28,6 +28,7 @@ TABLE = {
     "positions": "{positions} data:Batches._read data:Batches._places",
     "rotated as": "{stage} {reads} model:rotary_table {positions}",
     "not at all": "model:SelfAttention.forward {stage} {forward} {reads}",
+    "values are rotated": "model:SelfAttention.forward {forward}",
     "summed gradient": "{place} {sums}",
     "the step before": "{buckets}.begin {sums}",
     "micro-batch ": "{buckets}.arrived {sums} {place}",
@@ -49,7 +50,7 @@ TABLE = {
 }
 # Phases -> words of an explanation that have a row of their own.
 RELATIONS = {
-    "forward": ("not at all", "rotated as"),
+    "forward": ("not at all", "rotated as", "values are rotated"),
     "gradient norm": ("square", "targets"),
     "summed gradient": ("the step before", "micro-batch ", "over pp", "(1/", ") times", "missing"),
 }
@@ -63,9 +64,12 @@ POINTS = {
     "the part of cp": ("_RingAttention.backward",),
     "micro-batch": ("Pipeline.", ".arrived"),
     "are those of": ("collectives:all_gather",),
+    "expert": ("Dispatch.__call__",),
+    "rows have moved": ("Dispatch.__call__",),
 }
 # Words of an explanation -> a function that ran long before.
 ELSEWHERE = {"it is model.norm of": "pipeline_parallel:keep_stage"}
+ELSEWHERE["log-sum-exp"] = "attention:merge_blocks"
 ELSEWHERE["it is model."] = "pipeline_parallel:my_stages"
 ELSEWHERE["weights of the step before"] = "extensions/sharding/extension:Sharding.weights_changed"
 # They run between any two tensors, or meanwhile, for gradients of parameters: named last.

@@ -263,7 +263,7 @@ def numbers_of(model: nn.Module) -> dict[str, Tensor]:
 def place_of(name: str, line: int = 0) -> str:
     """A function's file, line and name: "picotron_min/mesh.py:57 build_axes".
 
-    `line`: one inside of it; else its first, or that of the class which has made it.
+    `line`: one inside of it; else its first, or the first of the class of a generated method.
     """
     stem, _, function = name.partition(":")
     files = [f for f in (f"picotron_min/{stem}.py", f"{stem}.py") if (ROOT / f).exists()]

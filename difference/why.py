@@ -57,13 +57,17 @@ def _unlike(one: Compared, both: Comparison) -> str:
 
 def times(c: float, both: Comparison) -> str:
     name = size_named(c, both)
-    return f"{c:.6g}{name and f' ({name})'} times"
+    return f"{_shown(c)}{name and f' ({name})'} times"
+
+
+def _shown(c: float) -> str:
+    return text if (text := f"{c:.6g}") != "1" else f"{c:.12g}"
 
 
 def size_named(c: float, both: Comparison) -> str:
     """The sizes of the run that a factor is, or is one part of; "" if there is none."""
     layout, m = both.trial.layout, both.trial.workload.num_micro_batches
-    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")}
     products = {"dp x cp": layout.dp * layout.cp, "dp x micro-batches": layout.dp * m}
     targets = both.num_targets(step=0)
     products |= {"ranks": layout.world_size, "targets of the step": targets}
@@ -92,7 +96,7 @@ def _factor(one: Compared, both: Comparison) -> str:
     if not c or c[0] == 1 or (one.got.numel() == 1 and not size_named(c[0], both)):
         return ""
     # Initial weights do not depend on a size of the layout.
-    factor = f"{c[0]:.6g} times" if one.key.phase == "initial" else times(c[0], both)
+    factor = f"{_shown(c[0])} times" if one.key.phase == "initial" else times(c[0], both)
     if one.key.phase == "weights" and not size_named(c[0], both) and (of := _parts(one, both)):
         return of
     usual = USUAL.get((one.key.phase, size_named(c[0], both)[:2]), "")
@@ -268,7 +272,7 @@ def _other_rows(one: Compared, both: Comparison) -> str:
 def _other_lse(one: Compared, both: Comparison) -> str:
     guesses = with_other_lse(one, both).items()
     name = next((name for name, found in guesses if same(one.got, found)), "")
-    return name and f"its backward has {name}, not the log-sum-exp of all keys"
+    return name and f"its backward has {name} in place of all keys' log-sum-exp"
 
 
 HYPOTHESES = [_unlike, _factor, keys_seen, key_heads, rows_seen, rotation, _parts, _own_part]

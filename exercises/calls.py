@@ -181,7 +181,7 @@ class WrongCall(NamedTuple):
 
     text: str
     has_other_form: bool  # another type or shape, or another number of values
-    results: tuple[list[dict], list[dict]]  # both, as those of one rank
+    results: tuple[list[dict], list[dict]]  # what it returned, and the right ones, as of one rank
 
 
 def wrong_call(

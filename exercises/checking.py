@@ -142,7 +142,7 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         pairs = zip(outcome, wrong, strict=True)
         calls = [(exercise.factors(r.case), *w.results) for r, w in pairs if w]
         if how := common_pattern(calls, unlike):
-            sentence = f"Of the first wrong call in each case: {how[0].lower()}{how[1:]}"
+            sentence = f"In the first wrong call of each case, {how[0].lower()}{how[1:]}"
         elif "O" in failed[0].problems:
             sentence = f"With {failed[0].case}: {failed[0].problems['O']}."
     text = f"{sentence or 'I do not know this mistake.'}{only_wrong(runs)}{cases}"

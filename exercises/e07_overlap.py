@@ -145,8 +145,8 @@ averaged: Gradients are averaged, and not summed: they are too small by a factor
 awaited_at_once: A sum is awaited while backward still runs: it stands still while a bucket
     travels.
     bucket.gradients, self.axis)) => bucket.gradients, self.axis)); self.works[-1].wait()
-past_an_incomplete_one: A complete bucket is sent though one before it still waits: ranks send
-    buckets in another order, and different ones are added up.
+past_an_incomplete_one: A complete bucket is sent though one before it still waits: the number of
+    works then no longer tells which have been sent, and one is sent twice, another never.
     break => continue
 also_right:
 def _start_complete_buckets(self):

@@ -100,7 +100,7 @@ each_product_summed: Each product is summed over the ranks by itself: added up b
 own_all_reduce: `multiply_scatter` does not call `start_sum`, and SequenceBoundary replaces just
     that: its sum must be a reduce-scatter.
 - y, work = self.start_sum(add_products(xs, products))
-+ y = add_products(xs, products)
++ y = add_products(xs, products).contiguous()
 + work = collectives.start_all_reduce(y, self.axis)
 also_right:
     y.contiguous() => y.clone(memory_format=torch.contiguous_format)

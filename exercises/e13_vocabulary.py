@@ -190,9 +190,9 @@ wide_at_the_end: Only the loss is made wide, at its end: in bfloat16 a sum of ex
 no_upper_bound: A target of a later slice is taken for the last id.
     & (ids < logits.shape[1]) =>
     ids = ids.where(is_here, 0) => ids = ids.where(is_here, 0).clamp(max=logits.shape[1] - 1)
-own_softmax: The gradient's softmax is over this rank's slice: it is over the whole vocabulary.
+own_softmax: The gradient's softmax is over this rank's slice, not over the whole vocabulary.
     scale = counts / sums => scale = counts / exponentials.sum(-1)
-averaged: The gradient is divided by the number of tokens that count: the step does that, once.
+averaged: The gradient is divided by the number of tokens that count: the step divides already.
     [:, None].to(x.dtype)) => [:, None].to(x.dtype)) / counts.sum()
 also_right:
 def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):

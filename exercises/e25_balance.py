@@ -182,8 +182,8 @@ mean_of_tokens: The loss is a mean over tokens, as in the paper: here it is a su
 - gradient = torch.zeros_like(counts)
 + gradient, tokens = torch.zeros_like(counts), shares.shape[1]
     keepdim=True)). => keepdim=True) / tokens / (1 if scope.ndim > 1 else len(shares))).
-part_in_batch_loss: The loss over the batch counts this rank's part of each sequence, not whole
-    sequences: use what sum_over_sequences returns.
+part_in_batch_loss: The loss over the batch alone counts this rank's part of each sequence, not
+    whole sequences: use what sum_over_sequences returns.
     counts = self.sum => own, counts = counts.clone(), self.sum
     moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, own.sum(0))
 also_right:

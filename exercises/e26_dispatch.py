@@ -216,8 +216,8 @@ all_repeated_as_a_whole: Rows and weights are repeated as a whole, a b a b, and 
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
     repeat_chunks(pairs.sort(weights), lengths, self.etp) => pairs.sort(weights).repeat(self.etp)
     add_chunks(out, lengths, self.etp) => out.unflatten(0, (self.etp, -1)).sum(0)
-ranks_in_turns: Copies for the ranks of etp go to ranks 0, ep, 2 ep, ...: those that share an expert
-    lie side by side.
+ranks_in_turns: The copies of a row go to ranks that are ep apart: those that share an expert lie
+    side by side.
     counts.expand(-1, self.etp, -1) => counts.transpose(0, 1).expand(self.etp, -1, -1)
     lengths = to_each[:: self.etp] => lengths = to_each[: self.ep]
     repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)

@@ -147,8 +147,8 @@ with_a_graph: Outside of backward, run gives gradients a graph, which keeps acti
     @torch.no_grad() =>
 waits_for_both: It waits only where both hold and split are set: one of them is enough.
     self.hold or self.split => self.hold and self.split
-hold_alone_asked: run_during_message runs the queue wherever hold is set, also with split: with
-    split it must wait for detach.
+hold_alone_asked: run_during_message runs the queue whenever hold is set, even with split: then it
+    must wait for detach.
     if not self.split: => if self.hold:
 also_right:
     self.hold or self.split => any((self.hold, self.split))

@@ -150,7 +150,7 @@ sums_in_a_ring: Sums go from neighbour to neighbour, and each rank adds to them:
 sources_the_wrong_way: What arrives over a distance is taken to be of rank + distance. It is of rank
     - distance: so contributions are not added in the order of ranks.
     (axis.rank - rank - 1) % n => (rank - axis.rank - 1) % n
-strided_rows: Rows are dealt like cards, every n-th to a rank: a rank's rows are one chunk of S.
+strided_rows: Rows are dealt like cards, every n-th to a rank: they must be one chunk of S.
     x.chunk(n, dim=1)[rank] => x[:, rank::n]
 also_right:
 - for distance in range(1, n):

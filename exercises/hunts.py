@@ -226,8 +226,8 @@ def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
 
 
 def place_of(answer: str) -> tuple[str, str]:
-    """File and function of FILE:FUNCTION or FILE:LINE."""
-    file, _, place = answer.rpartition(":")
+    """File and function of FILE:FUNCTION or FILE:LINE, behind which a name may stand."""
+    file, _, place = answer.partition(" ")[0].rpartition(":")
     if not (FOLDER.parent / file).is_file():
         raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
     shown = (FOLDER.parent / file).read_text()

@@ -190,8 +190,8 @@ KNOWN += [
         "out[:, :, rows], lse[:, :, rows] = merged",
         "out[:, :, rows], _ = merged",
         {"cp": 2},
-        "its backward has the log-sum-exp of each rank's own keys, not the log-sum-exp of all keys",
-        "look at      context_parallel:_RingAttention,",
+        "its backward has the log-sum-exp of each rank's own keys in place of all keys'",
+        "look at      attention:merge_blocks, context_parallel:_RingAttention,",
     ),
     (
         "extensions/documents/rectangles.py",

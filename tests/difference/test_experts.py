@@ -12,28 +12,28 @@ from difference.places import here, indices_of, take
 from difference.taps import Key
 from difference.tiny import trial_of
 from difference.whole import right_whole
-from difference.why import explain
+from difference.why import explain, times
 from tests.assembled import make_config
 
 MLP = "model.layers.1.mlp"
-Pairs = Callable[[Tensor, Tensor], Tensor]  # weights and ids [B, S, k] -> [B, S, E]
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of weights and ids [B, S, k]
 
 
 @cache
 def both() -> Comparison:
     shared = {"n_shared_experts": 1, "moe_shared_expert_gate": True}
-    config = make_config(dp=2, tp=2, ep=2, num_local_experts=4, model=shared)
-    trial = trial_of(config, 1, own_sizes=False)
+    layout = {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True}
+    trial = trial_of(make_config(**layout, num_local_experts=4, model=shared), 1, own_sizes=False)
     return Comparison(trial, right_whole(trial))
 
 
-def whole(name: str) -> Tensor:
-    return both().whole[Key(0, "forward", name)]
+def whole(name: str, dp: int) -> Tensor:
+    return both().whole[Key(0, "forward", name, 0, dp)]
 
 
-def of_pairs(weights: Tensor, ids: Tensor) -> Tensor:
+def of_pairs(weights: Tensor, ids: Tensor, dp: int) -> Tensor:
     """[k, B, S, E]: what each pair of a token and an expert gives, token by token."""
-    x = whole(f"{MLP.removesuffix('mlp')}post_attention_layernorm")
+    x = whole("model.layers.1.post_attention_layernorm", dp)
     rows = torch.zeros(weights.shape[-1], *x.shape, dtype=x.dtype)
     for b, t, k in torch.cartesian_prod(*map(torch.arange, weights.shape)).tolist():
         gate, up, down = (
@@ -45,38 +45,48 @@ def of_pairs(weights: Tensor, ids: Tensor) -> Tensor:
     return rows
 
 
-def summed(weights: Tensor, ids: Tensor) -> Tensor:
-    return of_pairs(weights, ids).sum(0)
+def explained(errors: list[Tensor]) -> str:
+    """The sentence for rank 0, if the outputs of both dp ranks have these errors."""
+    both().all = []
+    for rank in range(4):
+        at = here(rank, both().trial.layout)
+        key = Key(0, "forward", MLP, 0, at.dp)
+        indices = indices_of(key, both().whole[key].shape, at, both().trial.layout)
+        right, error = (take(x, indices) for x in (both().whole[key], errors[at.dp]))
+        both().all.append(Compared(key, at, right + error, right, indices, 0.0, [], []))
+    return explain(both().all[0], both())
 
 
-def exchanged(weights: Tensor, ids: Tensor) -> Tensor:
-    """The second rows of all tokens go to the tokens behind them."""
-    first, second = of_pairs(weights, ids)
-    return first + second.flatten(0, 1).roll(1, 0).view_as(first)
+def with_noise(errors: list[Tensor]) -> list[Tensor]:
+    return [error + 1e-6 * torch.rand(error.shape, dtype=error.dtype) for error in errors]
 
 
-MISTAKES: list[tuple[Pairs, str]] = [
-    (
-        lambda w, ids: summed(w**2, ids),
-        "64 of its 64 tokens have their experts' rows weighted twice",
-    ),
-    (lambda w, ids: summed(w.flip(2), ids), "64 of its 64 tokens have other weights for their ex"),
-    (lambda w, ids: summed(w, (ids + 1) % 4), "64 of its 64 tokens have experts that they have no"),
-    (lambda w, ids: summed(w * torch.tensor([1, 0]), ids), "64 of its 64 tokens lack an expert t"),
-    (exchanged, "tokens have the experts' rows of other tokens, whose sum is right"),
+MISTAKES: list[tuple[Change, str]] = [
+    (lambda w, ids: (w**2, ids), "8 of 32 tokens have an expert's row weighted twice"),
+    (lambda w, ids: (w.flip(2), ids), "8 of 32 tokens have other weights for their experts"),
+    (lambda w, ids: (w, (ids + 1) % 4), "8 of 32 tokens have experts that they have not chosen"),
+    (lambda w, ids: (w * torch.tensor([1, 0]), ids), "8 of 32 tokens lack an expert that they ha"),
 ]
 
 
-@pytest.mark.parametrize(("pairs", "said"), MISTAKES)
-def test_what_is_wrong_about_experts_is_told_and_noise_is_not(pairs, said):
-    key, at = Key(0, "forward", MLP), here(0, both().trial.layout)
-    right, weights = both().whole[key], whole(f"{MLP}.gate.weights")
-    ids = whole(f"{MLP}.gate.experts")
-    error = pairs(weights, ids) - summed(weights, ids)
-    indices = indices_of(key, right.shape, at, both().trial.layout)
-    one = Compared(key, at, take(right, indices), take(right, indices), indices, 0.0, [], [])
-    for size in (0, 1e-6):
-        noise = size * torch.rand(error.shape, dtype=error.dtype)
-        wrong = one._replace(got=one.right + take(error + noise, indices))
-        both().all = [wrong]
-        assert (said in explain(wrong, both())) == (not size)
+@pytest.mark.parametrize(("change", "said"), MISTAKES)
+def test_what_is_wrong_about_experts_is_told_and_noise_is_not(change, said):
+    right = [(whole(f"{MLP}.gate.weights", d), whole(f"{MLP}.gate.experts", d)) for d in (0, 1)]
+    wrong = [change(*pair) for pair in right]
+    some = (torch.arange(16) % 4 == 3)[:, None]  # of the tokens
+    pairs = enumerate(zip(wrong, right, strict=True))
+    errors = [(of_pairs(*a, d) - of_pairs(*b, d)).sum(0) * some for d, (a, b) in pairs]
+    assert said in explained(errors) and said not in explained(with_noise(errors))
+
+
+def test_rows_that_have_moved_to_tokens_of_other_ranks_are_told():
+    rows = [
+        of_pairs(whole(f"{MLP}.gate.weights", d), whole(f"{MLP}.gate.experts", d), d)[1]
+        for d in (0, 1)
+    ]
+    errors, said = [rows[1] - rows[0], rows[0] - rows[1]], "rows have moved to other tokens"
+    assert said in explained(errors) and said not in explained(with_noise(errors))
+
+
+def test_a_factor_may_be_the_size_of_the_axis_of_experts():
+    assert times(2.0, both()) == "2 (tp or dp or ep) times"

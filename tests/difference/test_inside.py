@@ -29,7 +29,7 @@ from picotron_min.layout import Layout
 from picotron_min.mesh import build_axes
 from tests.assembled import make_config
 from tests.difference.changed import ROOT, answer, by_names
-from tests.difference.extensions import install
+from tests.difference.extensions import Shrinking, install
 
 FILE = Path(build.__file__).parent / "yours.py"
 TEXT = """
@@ -141,6 +141,42 @@ def test_a_function_that_mixes_sequences_is_named_though_the_ranks_agree(how):
     assert by_names(text).splitlines()[-1] == f"look at      {names}", (
         "not `rounded`, which gets the mixture"
     )
+
+
+FORGETFUL = """
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Forgetful(Shrinking):
+    def count(self, _, args, out):
+        self.calls = torch.full((1,), out.shape[0], dtype=torch.float64)
+        return Passed.apply(out)
+
+    def counts(self):
+        return self.calls
+"""
+
+
+def install_forgetful() -> None:
+    names = {"__name__": "picotron_min.extensions.yours", "torch": torch, "Shrinking": Shrinking}
+    exec(compile(FORGETFUL, str(FILE), "exec"), names)
+    install(names["Forgetful"])
+
+
+def test_a_state_that_forgets_micro_batches_is_seen_in_the_second_step():
+    code, text = answer(make_config(micro_batches=2), before=install_forgetful)
+    assert code == 1 and text.startswith("MIXED        step 2, loss: the ranks have what"), text
+    names = "extensions/yours:Forgetful.counts, extensions/yours:Passed.backward"
+    assert by_names(text).splitlines()[-1] == f"look at      {names}", text
+    code, text = answer(make_config(micro_batches=2), before=partial(install, Shrinking))
+    assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
 def test_it_says_where_mixing_is_not_checked():

@@ -115,11 +115,11 @@ exception: no attribute 'to'
     10: """
 wrong_type: of float32; it should return a tensor
     y = y.contiguous() => y = y.to(torch.promote_types(y.dtype, torch.float32)).contiguous()
-pattern: Of the first wrong call in each case: every wrong number is too small by a factor of 2: the
+pattern: In the first wrong call of each case, every wrong number is too small by a factor of 2: the
     [product(x) for product in products] => [product(x) / self.axis.size for product in products]
 """,
     11: """
-pattern: Of the first wrong call in each case: `result`: it is all there, but in another order.
+pattern: In the first wrong call of each case, `result`: it is all there, but in another order.
     all_gather(x, self.axis, dim=1) => all_gather(x, self.axis, dim=1).roll(1, dims=1)
 kept: is made anew for each call, and the case runs alone.
     def whole(self, x: Tensor) => def whole(self, x: Tensor, kept={})

@@ -84,7 +84,7 @@ def test_an_answer_is_a_function_or_a_line_in_it(number):
     (line,) = (i for i, text in enumerate(lines, 1) if hunt.old.splitlines()[0] in text)
     start = max(i for i in range(1, line) if lines[i - 1].lstrip().startswith("def "))
     name = lines[start - 1].split("(")[0].split()[1]
-    for place in (line, start, name):
+    for place in (line, start, name, f"{start} {name}"):  # the last as difference prints it
         assert judge(hunt, f"{hunt.file}:{place}") == "right"
     assert judge(hunt, f"{hunt.file}:1") == judge(hunt, f"{hunt.file}:other") == "file"
     assert judge(hunt, "picotron_min/mesh.py:1") == "wrong"
