@@ -64,8 +64,7 @@ POINTS = {
     "the part of cp": ("_RingAttention.backward",),
     "micro-batch": ("Pipeline.", ".arrived"),
     "are those of": ("collectives:all_gather",),
-    "expert": ("Dispatch.__call__",),
-    "rows have moved": ("Dispatch.__call__",),
+    "tokens": ("Dispatch.__call__",),
 }
 # Words of an explanation -> a function that ran long before.
 ELSEWHERE = {"it is model.norm of": "pipeline_parallel:keep_stage"}

@@ -194,6 +194,14 @@ KNOWN += [
         "look at      attention:merge_blocks, context_parallel:_RingAttention,",
     ),
     (
+        "extensions/experts/dispatch.py",
+        "by_expert.sort(weights)",
+        "weights",
+        {"dp": 2, "ep": 2, "num_local_experts": 4},
+        "tokens have other weights for their experts",
+        "look at      extensions/experts/dispatch:AllToAllDispatch.__call__,",
+    ),
+    (
         "extensions/documents/rectangles.py",
         "j * width + right), q == k",
         "j * width + right), i == j",
