@@ -45,8 +45,8 @@ TABLE = {
     "scaled gradient": "train:train_step {buckets}.scale optimizer:measure_gradient",
     "biases of routers": "{experts}/router:RoutingCounts.update_biases "
     "{experts}/extension:Experts.updated {experts}/router:RoutingCounts.count",
-    "optimizer state": "optimizer:build_optimizer train:train_step",
-    "weights": "optimizer:parameter_groups train:train_step optimizer:learning_rate_at",
+    "optimizer state": "{muon} optimizer:build_optimizer train:train_step",
+    "weights": "{muon} optimizer:parameter_groups train:train_step optimizer:learning_rate_at",
 }
 # Phases -> words of an explanation that have a row of their own.
 RELATIONS = {
@@ -248,6 +248,8 @@ def from_table(kind: str, one: Compared, why: str, trial: Trial) -> list[str]:
     documents = "extensions/documents/batches:DocumentBatches._read"
     names["reads"] = documents if trial.workload.document_mask else "data:Batches._read"
     names["experts"] = "extensions/experts"
+    muon = "extensions/optimizers/muon:Muon.step extensions/optimizers/muon:orthogonalise_parts"
+    names["muon"] = muon * (trial.recipe.optimizer == "muon")
     names["forward"] = "pipeline_parallel:Pipeline._forward"
     names["stage"] = names["forward"] * bool(one.at.pp)  # the first stage is right
     place = places_it(name, trial, kind, why)

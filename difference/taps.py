@@ -112,7 +112,7 @@ class Notes:
         models: Iterable[nn.Module],
     ) -> None:
         states = {name: of.state.get(p, {}) for name, p in parameters.items()}
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             kept = {f"{moment} of {n}": s[moment] for n, s in states.items() if moment in s}
             self.note("optimizer state", kept)
         buffers = {name: b for model in models for name, b in model.named_buffers()}

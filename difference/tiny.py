@@ -16,7 +16,7 @@ from picotron_min.runtime.config_checks import resolve_model
 
 BUCKET_BYTES, STRIPE_ROWS = 20_000, 24  # several of each, also in a tiny model
 MOST_PARAMETERS = 50_000_000  # the run in one process keeps all its tensors, in float64
-RATES = {"sgd": 0.5, "adamw": 0.01}
+RATES = {"sgd": 0.5, "adamw": 0.01, "muon": 0.02}
 
 
 class Trial(NamedTuple):
@@ -60,13 +60,11 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
         changes.extend(f"{key} {was[key]}" for key in values if was[key] != values[key])
         return replace(settings, **values)
 
-    layout, kind = config.layout, "adamw" if config.recipe.optimizer == "adamw" else "sgd"
-    model = resolve_model(config)
+    layout, recipe, model = config.layout, config.recipe, resolve_model(config)
     workload = plain(config.workload, PLAIN)
-    workload = replace(workload, optimizer=kind, routing=plain(workload.routing, PLAIN_ROUTING))
-    recipe = plain(config.recipe, {"optimizer": kind})
+    workload = replace(workload, routing=plain(workload.routing, PLAIN_ROUTING))
     clip = recipe.grad_clip and (recipe.grad_clip if own_sizes else 0.5)
-    rate = {"learning_rate": RATES[kind], "schedule": "constant", "warmup_steps": 0}
+    rate = {"learning_rate": RATES[recipe.optimizer], "schedule": "constant", "warmup_steps": 0}
     recipe = replace(recipe, **EXACT, **rate, grad_clip=clip)
     count = sum(map(math.prod, model.parameter_shapes().values()))
     if own_sizes and count > MOST_PARAMETERS:

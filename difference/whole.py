@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from difference.taps import RAN, Key, Notes, Profile, attach, is_yours, name_of
 from difference.tiny import Text, Trial, text_of
@@ -28,11 +29,14 @@ from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
 from picotron_min.extensions.build import extensions_of
 from picotron_min.extensions.documents.rectangles import Documents
+from picotron_min.extensions.optimizers.muon import Matrices, Muon
+from picotron_min.extensions.optimizers.whole_matrices import Batch
+from picotron_min.extensions.settings import Recipe
 from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.mesh import Axes
 from picotron_min.model import Head, Llama
-from picotron_min.placement import placements
+from picotron_min.placement import Table, placements
 
 Whole = dict[Key, Tensor]
 MOST_SUMMANDS = 20_000_000  # numbers: of a larger model, no gradients of micro-batches are kept
@@ -82,8 +86,8 @@ def _group_of(pid: int) -> dist.ProcessGroup:
     return group
 
 
-def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
-    """A Llama in float64, and its extensions, which have changed it in the order of a build."""
+def plain_model(trial: Trial) -> tuple[Llama, list[Extension], Table]:
+    """A Llama in float64, its extensions, which have changed it as in a build, and a table."""
     config, cpu = trial.model_config, torch.device("cpu")
     group = group_of_one()
     names = {name for grid in trial.layout.grids for name in grid.axes} | {"ends"}
@@ -112,7 +116,23 @@ def plain_model(trial: Trial) -> tuple[Llama, list[Extension]]:
 
     if type(head) is Head and vars(head).keys().isdisjoint(("loss", "stripe_loss")):
         head.loss = losses  # else an extension's
-    return model, extensions
+    return model, extensions, table
+
+
+def optimizer_of(recipe: Recipe, parameters: dict[str, nn.Parameter], table: Table) -> Optimizer:
+    """torch's; of Muon, which torch computes in bfloat16, the course's own for whole matrices."""
+    hidden = {n: p for n, p in parameters.items() if n in table and table[n].is_hidden_matrix}
+    hidden = hidden if recipe.optimizer == "muon" else {}
+    decay = {False: 0.0, True: recipe.weight_decay}  # of matrices alone
+    rest = [p for name, p in parameters.items() if name not in hidden]
+    groups = [{"params": [p], "weight_decay": decay[p.ndim > 1]} for p in rest]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, recipe.learning_rate)
+    adamw = torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas)
+    if not hidden:
+        return adamw
+    batches = {name: Batch(tuple(p.shape), [name], "", []) for name, p in hidden.items()}
+    return Muon([Matrices(b, [hidden[n]], None) for n, b in batches.items()], adamw, recipe)
 
 
 class RightRun(Notes):
@@ -120,7 +140,7 @@ class RightRun(Notes):
 
     def __init__(self, trial: Trial, profile: Profile, steps: int) -> None:
         self.trial, self.text, self.whole = trial, text_of(trial), {}
-        self.model, self.extensions = plain_model(trial)
+        self.model, self.extensions, table = plain_model(trial)
         self.parameters = dict(self.model.named_parameters())
         self.of_modules, self.gradients = [*self.parameters.values()], []
         for extension in self.extensions:
@@ -136,14 +156,7 @@ class RightRun(Notes):
         profile.watch = Watch(self)
         self.note_kept([self.model])
         attach(self.model, self.tap)
-        recipe = trial.recipe
-        decay = {False: 0.0, True: recipe.weight_decay}  # of matrices alone
-        groups = [
-            {"params": [p], "weight_decay": decay[p.ndim > 1]} for p in self.parameters.values()
-        ]
-        self.optimizer = torch.optim.SGD(groups, recipe.learning_rate)
-        if recipe.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(groups, recipe.learning_rate, recipe.betas)
+        self.optimizer = optimizer_of(trial.recipe, self.parameters, table)
         for step in range(steps):
             self._step(step)
 

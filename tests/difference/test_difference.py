@@ -24,6 +24,7 @@ RIGHT = {
     "zb_v": {"pp": 2, "micro_batches": 2, "engine": "zb_v", "chunks": 2, "model": TIED},
     "ring, recompute": {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
     "sharded": {"dp": 2, "micro_batches": 2, "sharding": "parameters", "optimizer": "adamw"},
+    "muon": {"dp": 2, "tp": 2, "optimizer": "muon"},
     "further tokens": {"pp": 2, "cp": 2, "model": FURTHER},
 }
 
@@ -200,6 +201,14 @@ KNOWN += [
         {"dp": 2, "ep": 2, "num_local_experts": 4},
         "tokens have other weights for their experts",
         "look at      extensions/experts/dispatch:AllToAllDispatch.__call__,",
+    ),
+    (
+        "extensions/optimizers/muon.py",
+        "math.sqrt(max(batch.shape))",
+        "math.sqrt(max(updates[0].shape))",
+        {"tp": 2, "optimizer": "muon"},
+        "step 1, weights of model.layers.0.mlp.gate_proj.weight",
+        "look at      extensions/optimizers/muon:Muon.step,",
     ),
     (
         "extensions/documents/rectangles.py",
