@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def saved(file: Path, trial: Trial) -> Whole:
     """What one process computes, of the version of the project that has written the file."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"--right {file}: name a file, in a folder that is there")
     if not file.exists():
         whole = {tuple(key): tensor for key, tensor in right_whole(trial).items()}
         torch.save((repr(trial), whole), file)

@@ -357,3 +357,6 @@ def test_the_one_process_of_another_version_is_saved_and_compared_with(tmp_path,
     torch.save((of, main), right)  # loading it would import and run what it names
     assert main(command) == 2
     assert "is no file that --right has written" in capsys.readouterr().err
+    for wrong in (tmp_path, tmp_path / "nowhere" / "right"):
+        assert main(["--config", str(files[1]), "--right", str(wrong)]) == 2
+        assert f"--right {wrong}: name a file" in capsys.readouterr().err
