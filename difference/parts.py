@@ -109,8 +109,8 @@ def of_logits(key: Key, both: Comparison, per_slice: bool = False) -> Parts:
     weight, tp = head_of(both, key.step), both.trial.layout.tp
     logits, counts = x @ weight.T, targets != IGNORE_INDEX
     ids = [[*chunk(range(len(weight)), t, tp)] for t in range(tp)]
-    of_slices = [logits[..., i].softmax(-1) for i in ids]
-    p = torch.cat(of_slices, -1) if per_slice else logits.softmax(-1)
+    slices = ids if per_slice else [range(len(weight))]
+    p = torch.cat([logits[..., i].softmax(-1) for i in slices], -1)
     gradient = (p - F.one_hot(targets * counts, len(weight))) * counts[..., None]
     return {(("tp", t),): gradient[..., i] @ weight[i] for t, i in enumerate(ids)}
 

@@ -2,8 +2,8 @@
 
 It uses no parallelism, pipeline, gradient bucket, boundary, striped loss or train_step: so what is
 wrong with one rank, too, is seen. Micro-batches run one by one, since the tensors of each are
-compared. Experts, norms of queries and keys, prediction layers and their loss, and extensions that
-you add, are the course's own in one process: what they do wrong there, too, is not seen.
+compared. Experts, norms of queries and keys, prediction layers and their loss, Muon, and extensions
+that you add, are the course's own in one process: what they do wrong there, too, is not seen.
 """
 
 import os

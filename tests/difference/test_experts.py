@@ -88,5 +88,6 @@ def test_rows_that_have_moved_to_tokens_of_other_ranks_are_told():
     assert said in explained(errors) and said not in explained(with_noise(errors))
 
 
-def test_a_factor_may_be_the_size_of_the_axis_of_experts():
+def test_a_factor_may_be_the_size_of_the_axis_of_experts_or_almost_1():
     assert times(2.0, both()) == "2 (tp or dp or ep) times"
+    assert times(1 + 1e-9, both()) == "1.000000001 times"
