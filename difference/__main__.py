@@ -66,7 +66,7 @@ def run(trial: Trial, whole: Whole | None = None) -> int:
     `whole`: what another version's right run has computed, in place of this one's.
     """
     if trial.changes:
-        print(f"compared in float64 without: {', '.join(trial.changes)}")
+        print(f"compared in float64; settings left out: {', '.join(trial.changes)}")
     whole = whole or right_whole(trial)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         runs = run_ranks(trial, text_of(trial), Path(folder))

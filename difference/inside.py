@@ -180,8 +180,10 @@ class Inside:
         most, found = FITS * tensor.abs().max(), None
         for stack in self.pool.get((call.key.step, *call.key[3:]), ()):
             for indices in self.parts(tensor.shape, stack.shape[1:], at):
-                error = (take(stack, [range(len(stack)), *indices]) - tensor).abs()
-                if (error.reshape(len(stack), -1).amax(1) <= most).any():
+                first = stack[(slice(None), *(of[0] for of in indices))]  # of each: rules most out
+                near = stack[(first - tensor.flatten()[0]).abs() <= most]
+                error = (take(near, [range(len(near)), *indices]) - tensor).abs()
+                if len(near) and (error.reshape(len(near), -1).amax(1) <= most).any():
                     found = [d for d, of in enumerate(indices) if len(of) < stack.shape[1 + d]]
                     if not found:
                         return found
