@@ -476,6 +476,15 @@ def test_what_all_wrong_numbers_have_in_common_is_said(change, kind):
     assert kind in found, found
 
 
+@pytest.mark.parametrize(
+    ("number", "name"), [(35, "groups_of_the_mesh_before"), (37, "blocks_of_all_layers")]
+)
+def test_a_known_mistake_that_keeps_something_is_named(number, name):
+    exercise = catalogue.load(number)
+    mistake = next(mistake for mistake in exercise.mistakes if mistake.name == name)
+    assert all(answer(exercise, mistake).mistake == name for _ in range(3))
+
+
 def test_what_a_global_keeps_between_calls_is_told_from_what_is_wrong_in_each():
     text = solution(ZIGZAG).replace(IN_ORDER, f"noted(size, {IN_ORDER})")
     noted = "KEPT = {}\n\ndef noted(key, value):\n    return KEPT.setdefault(key, value)\n"
