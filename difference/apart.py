@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from difference.calls import Call, calls_of
+from difference.calls import Call, calls_of, counters_of
 from difference.compare import TOLERANCE, error_of
 from difference.suspects import look_at
 from difference.taps import INSIDE, RAN, RESULT, Record, is_yours
@@ -61,13 +61,15 @@ def _differs(got: Tensor, right: Tensor) -> bool:
 def _functions(trial: Trial, whole: Whole, apart: Whole) -> Iterator[str]:
     """Those that get what single sequences give, and return something else, in their order."""
     B, dp = trial.workload.micro_batch_size, trial.layout.dp
-    single = {call[:2]: call for call in _calls(apart)}
-    for call in _calls(whole):
-        if call.key.step:
+    calls = _calls(whole)
+    single = {call[:2]: call for call in _calls(apart) if RESULT in call.made}
+    for call in calls:
+        if call.key.step or RESULT not in call.made:
             continue
         alone = single.get((call.key, call.which))
         if call.is_in((".counts",)) and alone and _differs(call.made[RESULT], alone.made[RESULT]):
             yield call.key.name
+            yield from counters_of(call, calls)[:2]
         first = (call.key.micro_batch * dp + call.key.dp) * B
         places = (divmod(first + j, dp) for j in range(B))
         keys = (call.key._replace(micro_batch=m, dp=d) for m, d in places)
@@ -90,6 +92,4 @@ def _is_joined(tensor: Tensor, of_each: list[Tensor | None]) -> bool | None:
 
 
 def _calls(whole: Whole) -> list[Call]:
-    """Those that return a tensor."""
-    records = [Record(key, of, [], []) for key, of in whole.items() if key.phase == INSIDE]
-    return [call for call in calls_of(records) if RESULT in call.made]
+    return calls_of([Record(key, of, [], []) for key, of in whole.items() if key.phase == INSIDE])

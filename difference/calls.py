@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from difference.taps import INSIDE, RESULT, Key, Record
+from difference.watch import BETWEEN
 
 TOTAL = "its sum over all ranks"
 
@@ -55,3 +56,13 @@ def calls_of(records: Sequence[Record]) -> list[Call]:
 
 def counts_of(calls: list[Call]) -> list[Call]:
     return [call for call in calls if call.key.name.endswith(".counts") and RESULT in call.made]
+
+
+def counters_of(counts: Call, calls: list[Call]) -> list[str]:
+    """The method that has counted what another returns, as it returns nothing, and its callers."""
+    of = counts.key.name.rpartition(".")[0]
+    mine = [call for call in calls if call.key.name.rpartition(".")[0] == of]
+    others = {c.key.name for c in mine if not c.got or any(v.startswith(RESULT) for v in c.made)}
+    others |= {f"{of}.{method}" for method in BETWEEN.split()}
+    silent = next((call for call in mine if call.key.name not in others), None)
+    return [silent.key.name, *silent.callers] if silent else []

@@ -23,6 +23,7 @@ from difference.places import Here, Indices, along, chunk, positions, take
 from difference.taps import INSIDE, LAYER, MOST_NUMBERS, RESULT, Record
 
 AFTER = ".updated", ".weights_changed"  # methods of extensions that run once a step
+USED_LATER = (*AFTER, ".counts")  # what they make is first used after the update
 # Activations are noted one by one; of all else, what is noted together.
 AT_ONCE = ("summed gradient",), ("scaled gradient",), ("built", "initial")
 LATE = ("loss", "gradient norm", "optimizer state", "biases of routers", "weights")
@@ -72,7 +73,7 @@ class Inside:
             last_right = max(rights, default=0)
             for call in self.calls[at.rank]:
                 is_late = first.step and call.key.step == first.step
-                is_after = first.phase in ("loss", "gradient norm") and call.is_in(AFTER)
+                is_after = first.phase in ("loss", "gradient norm") and call.is_in(USED_LATER)
                 if call.when < end and not (is_after and call.key.step == first.step):
                     of = late if is_late else since if call.when > last_right else before
                     of.append((call, at))

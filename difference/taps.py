@@ -221,7 +221,9 @@ class Profile:
         if code not in self.names:
             path, name = Path(code.co_filename), getattr(code, "co_qualname", code.co_name)
             file = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "tests/"
-            is_function = "<locals>" in name or "<" not in name  # no lambda of a module or class
+            # No lambda of a module or class; a comprehension is a part of the function around it.
+            is_function = "<locals>" in name or "<" not in name
+            is_function = is_function and not name.endswith(("comp>", "<genexpr>"))
             is_ours = is_function and not file.startswith(("difference/", "tests/"))
             file = file.removeprefix("picotron_min/").removesuffix(".py")
             self.names[code] = f"{file}:{name}" if is_ours else None

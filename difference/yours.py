@@ -6,7 +6,7 @@ from itertools import chain, islice
 from torch import Tensor
 
 from difference.algebra import REDUCTIONS, same
-from difference.calls import TOTAL, Call
+from difference.calls import TOTAL, Call, counters_of
 from difference.compare import Comparison
 from difference.formulas import what_is_wrong
 from difference.inside import AFTER, Inside
@@ -14,10 +14,9 @@ from difference.parts import REST, parts_of
 from difference.places import Here, along, take
 from difference.suspects import with_makers
 from difference.taps import BUFFERS, INSIDE, NUMBERS, RESULT, Key, is_yours, outer
-from difference.watch import BETWEEN
 
 # Methods of extensions that write what modules keep, the last one first.
-WRITERS = (*AFTER, ".begin", ".wrap", ".connect", ".swap")
+WRITERS = (*AFTER, ".begin", ".wrap", ".connect", ".swap", ".__init__")
 MOST_GUILTY = 20  # calls that are asked what is wrong
 
 
@@ -48,9 +47,9 @@ def named(both: Comparison, why: str) -> tuple[list[str], str]:
 
     found = with_sentences(inside.guilty())
     if not found or not found[0][1] or TOTAL in found[0][0].made:
-        names, what = misnumbered(both)
-        if what:
-            return functions(*names), what
+        for names, what in (misnumbered(both), unlike_updates(inside)):
+            if what:
+                return functions(*names), what
     if not found or not found[0][1]:
         names, what = wrong_buffer(inside)
         if what:
@@ -103,13 +102,32 @@ def writers(names: list[str], what: str, both: Comparison) -> list[str]:
 
 
 def counting(guilty: Call, calls: list[Call], both: Comparison) -> list[str]:
-    """A count is what another function has counted: those that return nothing; and who made it."""
+    """A count is what another function has counted: that one, who calls it, and who made both."""
     of, name = guilty.key.name.rpartition(".")[0], guilty.key.name
-    mine = [call for call in calls if call.key.name.rpartition(".")[0] == of]
-    others = {c.key.name for c in mine if not c.got or any(v.startswith(RESULT) for v in c.made)}
-    others |= {f"{of}.{method}" for method in BETWEEN.split()}
-    silent = [*dict.fromkeys(c.key.name for c in mine if c.key.name not in others)]
-    return [*silent[:1], *with_makers([name], both)[1:2], *(f"{of}.__init__" for _ in silent[:1])]
+    counters = counters_of(guilty, calls)[:2]
+    return [*counters, *with_makers([name], both)[1:2], *(f"{of}.__init__" for _ in counters[:1])]
+
+
+def unlike_updates(inside: Inside) -> tuple[list[str], str]:
+    """A method that makes another tensor on each rank of a stage of what all of them get alike."""
+    for call, at in inside.before + inside.since + inside.late:
+        row = [inside.call_of(call, other) for other in inside.both.ranks if other.pp == at.pp]
+        given = [v for v in call.got if not v.startswith("self.")]
+        rights = [right.made for right in inside.right_calls if right.key == call.key]
+        if not call.key.name.endswith(AFTER) or not given or None in row:
+            continue
+
+        def is_alike(variable: str, side: str, row: list[Call] = row) -> bool:
+            tensors = [getattr(one, side).get(variable) for one in row]
+            return all(t is not None and same(t, tensors[0]) for t in tensors)
+
+        made = {v: t for v, t in call.made.items() if not v.startswith("self.")}
+        whole = [v for v, t in made.items() if any(t.shape == r[v].shape for r in rights if v in r)]
+        unlike = next((v for v in whole if not is_alike(v, "made")), "")
+        if unlike and all(is_alike(variable, "got") for variable in given):
+            what = f"{unlike} is not the same on all ranks, though what it gets is"
+            return [call.key.name], what
+    return [], ""
 
 
 def misnumbered(both: Comparison) -> tuple[list[str], str]:

@@ -1,6 +1,7 @@
 """Your own functions: the one that makes a wrong tensor is named, and what is wrong inside."""
 
 import inspect
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from difference.taps import (
     INSIDE,
     RESULT,
     Key,
+    Profile,
     Record,
     buffers_of_yours,
     name_of,
@@ -164,17 +166,27 @@ class Forgetful(Shrinking):
 """
 
 
-def install_forgetful() -> None:
+PASSES = "return Passed.apply(out)"
+
+
+def install_forgetful(ends: str) -> None:
     names = {"__name__": "picotron_min.extensions.yours", "torch": torch, "Shrinking": Shrinking}
-    exec(compile(FORGETFUL, str(FILE), "exec"), names)
+    exec(compile(FORGETFUL.replace(PASSES, ends), str(FILE), "exec"), names)
     install(names["Forgetful"])
 
 
-def test_a_state_that_forgets_micro_batches_is_seen_in_the_second_step():
-    code, text = answer(make_config(micro_batches=2), before=install_forgetful)
+@pytest.mark.parametrize(
+    ("ends", "other"), [(PASSES, "Passed.backward"), ("pass", "Forgetful.count")]
+)
+def test_a_state_that_forgets_micro_batches_is_seen_in_the_second_step(ends, other):
+    before = partial(install_forgetful, ends)
+    code, text = answer(make_config(micro_batches=2), before=before)
     assert code == 1 and text.startswith("MIXED        step 2, loss: the ranks have what"), text
-    names = "extensions/yours:Forgetful.counts, extensions/yours:Passed.backward"
+    names = f"extensions/yours:Forgetful.counts, extensions/yours:{other}"
     assert by_names(text).splitlines()[-1] == f"look at      {names}", text
+
+
+def test_a_right_state_of_micro_batches_raises_no_alarm():
     code, text = answer(make_config(micro_batches=2), before=partial(install, Shrinking))
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
@@ -343,14 +355,15 @@ def test_what_wrote_what_an_object_keeps_is_named_too():
 
 def test_what_made_or_connected_an_object_is_named_too():
     right, bad = noted(0, "Yours.f", X, X), tapped("forward", wrong=True)
-    ran = [f"{YOURS}:Yours.swap", f"{YOURS}:Yours.connect"]
+    ran = [f"{YOURS}:Yours.swap", f"{YOURS}:Yours.connect", f"{YOURS}:Own.__init__"]
     built = Record(Key(0, "initial", STEP), X, ran, [])
     for name, maker, found in (
         ("Part.f", "Yours.swap", ["Part.f", "Yours.swap"]),
         ("Part.f", "", ["Part.f"]),
+        ("Own.f", "", ["Own.f", "Own.__init__"]),  # nothing has written to it since
         ("f", "Yours.swap", ["f", "Part.g", "Yours.swap"]),  # of the one that calls it
     ):
-        caller = "" if name == "Part.f" else "Part.g"
+        caller = "Part.g" if name == "f" else ""
         makers = {f"{YOURS}:Part": f"{YOURS}:{maker}"} if maker else {}
         right, mine = (noted(0, name, X, c * X, caller=caller) for c in (1, 3))
         assert names_of([*right, built], [built, *mine, bad], makers=makers) == found
@@ -392,11 +405,12 @@ def test_a_part_may_be_given_to_what_makes_a_maximum_of_it():
     assert names_of(right, *ranks, tp=2)[:1] == ["highest"]
 
 
-def test_what_follows_an_update_has_not_made_the_loss():
-    right = [*noted(0, "Yours.updated", X, X), *noted(1, "f", X, X)]
-    for caller, found in (("", ["f"]), ("Yours.updated", [])):
-        late = [*noted(0, "Yours.updated", X, 3 * X), *noted(1, "f", X, 3 * X, caller=caller)]
-        assert names_of(right, [*late, tapped("loss", wrong=True)]) == found
+def test_an_update_and_what_it_reads_have_not_made_the_loss():
+    for name in ("Yours.updated", "Yours.counts"):  # whose sum an update reads first
+        right = [*noted(0, name, X, X), *noted(1, "f", X, X)]
+        for caller, found in (("", ["f"]), (name, [])):
+            late = [*noted(0, name, X, 3 * X), *noted(1, "f", X, 3 * X, caller=caller)]
+            assert names_of(right, [*late, tapped("loss", wrong=True)]) == found
 
 
 def test_plain_tensors_of_a_module_are_noted_as_its_buffers_are():
@@ -414,12 +428,48 @@ def test_what_is_noted_can_be_freed():
 
 
 def test_what_counts_is_named_behind_the_counts():
-    right = [*noted(0, "Yours.note", X), *noted(1, "Yours.counts", None, X)]
-    mine = [*noted(0, "Yours.note", X), *noted(1, "Yours.counts", None, 3 * X)]
-    named = ["Yours.counts", "Yours.note", "Yours.__init__"]
-    assert names_of(right, [*mine, tapped("forward", wrong=True)]) == named
+    for caller, more in (("", []), ("f", ["f"])):  # and what may give it something wrong
+        right = [*noted(0, "Yours.note", X, caller=caller), *noted(1, "Yours.counts", None, X)]
+        mine = [*right[:2], *noted(1, "Yours.counts", None, 3 * X)]
+        named = ["Yours.counts", "Yours.note", *more, "Yours.__init__"]
+        assert names_of(right, [*mine, tapped("forward", wrong=True)]) == named
     mine[2:2] = noted(0, "Yours.note", None, X)  # it returns something
     assert names_of(right, [*mine, tapped("forward", wrong=True)]) == named[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "got", "made", "axis", "first"),
+    [
+        ("updated", (2 * X, 2 * X), (X + 1, X + 2), "tp", "updated"),
+        ("updated", (2 * X, 2 * X), (X + 1, X + 1), "tp", "counts"),
+        ("updated", (2 * X, 3 * X), (X + 1, X + 2), "tp", "counts"),
+        ("updated", (2 * X, 2 * X), (X[:2], X[:2] + 1), "tp", "counts"),  # a part of the whole
+        ("updated", (2 * X, 2 * X), (X + 1, X + 2), "pp", "counts"),
+        ("other", (2 * X, 2 * X), (X + 1, X + 2), "tp", "counts"),
+    ],
+)
+def test_an_update_that_is_unlike_on_ranks_is_named_before_its_sums(name, got, made, axis, first):
+    right = [*noted(0, "Yours.counts", None, X), *noted(1, f"Yours.{name}", X, X + 1)]
+    ranks = [  # counts add up to 2 X, which the update may expect
+        [
+            *noted(0, "Yours.counts", None, X),
+            *noted(1, f"Yours.{name}", *of_rank),
+            tapped("forward", wrong=True, step=1),
+        ]
+        for of_rank in zip(got, made, strict=True)
+    ]
+    assert names_of(right, *ranks, **{axis: 2})[0] == f"Yours.{first}"
+
+
+def test_a_generator_is_a_part_of_the_function_around_it():
+    code, names, profile = "def f(x):\n    return sum(2 * y for y in x)", {}, Profile()
+    exec(compile(code, str(FILE), "exec"), names)
+    seen = []
+    profile.watch = lambda event, name, values: seen.append((event, name))
+    sys.setprofile(profile.event)
+    names["f"](X)
+    sys.setprofile(None)
+    assert seen == [("call", f"{YOURS}:f"), ("return", f"{YOURS}:f")]
 
 
 def test_what_is_noted_all_at_once_does_not_acquit():
