@@ -69,7 +69,7 @@ def _functions(trial: Trial, whole: Whole, apart: Whole) -> Iterator[str]:
         alone = single.get((call.key, call.which))
         if call.is_in((".counts",)) and alone and _differs(call.made[RESULT], alone.made[RESULT]):
             yield call.key.name
-            yield from counters_of(call, calls)[:2]
+            yield from counters_of(call, calls)
         first = (call.key.micro_batch * dp + call.key.dp) * B
         places = (divmod(first + j, dp) for j in range(B))
         keys = (call.key._replace(micro_batch=m, dp=d) for m, d in places)

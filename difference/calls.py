@@ -59,10 +59,10 @@ def counts_of(calls: list[Call]) -> list[Call]:
 
 
 def counters_of(counts: Call, calls: list[Call]) -> list[str]:
-    """The method that has counted what another returns, as it returns nothing, and its callers."""
+    """The method that fills what `counts` returns: gets tensors, returns none; and its caller."""
     of = counts.key.name.rpartition(".")[0]
     mine = [call for call in calls if call.key.name.rpartition(".")[0] == of]
     others = {c.key.name for c in mine if not c.got or any(v.startswith(RESULT) for v in c.made)}
     others |= {f"{of}.{method}" for method in BETWEEN.split()}
     silent = next((call for call in mine if call.key.name not in others), None)
-    return [silent.key.name, *silent.callers] if silent else []
+    return [silent.key.name, *silent.callers[:1]] if silent else []

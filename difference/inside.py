@@ -23,7 +23,7 @@ from difference.places import Here, Indices, along, chunk, positions, take
 from difference.taps import INSIDE, LAYER, MOST_NUMBERS, RESULT, Record
 
 AFTER = ".updated", ".weights_changed"  # methods of extensions that run once a step
-USED_LATER = (*AFTER, ".counts")  # what they make is first used after the update
+USED_LATER = (*AFTER, ".counts")  # what they make cannot change this step's loss or norm
 # Activations are noted one by one; of all else, what is noted together.
 AT_ONCE = ("summed gradient",), ("scaled gradient",), ("built", "initial")
 LATE = ("loss", "gradient norm", "optimizer state", "biases of routers", "weights")
@@ -73,8 +73,8 @@ class Inside:
             last_right = max(rights, default=0)
             for call in self.calls[at.rank]:
                 is_late = first.step and call.key.step == first.step
-                is_after = first.phase in ("loss", "gradient norm") and call.is_in(USED_LATER)
-                if call.when < end and not (is_after and call.key.step == first.step):
+                is_used_later = first.phase in ("loss", "gradient norm") and call.is_in(USED_LATER)
+                if call.when < end and not (is_used_later and call.key.step == first.step):
                     of = late if is_late else since if call.when > last_right else before
                     of.append((call, at))
             if end < inf and not first.step:  # those that still run: what they gave to others
@@ -178,6 +178,8 @@ class Inside:
 
         So [] if it is a whole tensor; None if it is none, and no part of one.
         """
+        if not tensor.isfinite().all():
+            return None
         most, found = FITS * tensor.abs().max(), None
         for stack in self.pool.get((call.key.step, *call.key[3:]), ()):
             for indices in self.parts(tensor.shape, stack.shape[1:], at):

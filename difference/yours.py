@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain, islice
 
+import torch
 from torch import Tensor
 
 from difference.algebra import REDUCTIONS, same
@@ -16,7 +17,7 @@ from difference.suspects import with_makers
 from difference.taps import BUFFERS, INSIDE, NUMBERS, RESULT, Key, is_yours, outer
 
 # Methods of extensions that write what modules keep, the last one first.
-WRITERS = (*AFTER, ".begin", ".wrap", ".connect", ".swap", ".__init__")
+WRITERS = (*AFTER, ".begin", ".wrap", ".connect", ".swap")
 MOST_GUILTY = 20  # calls that are asked what is wrong
 
 
@@ -95,37 +96,41 @@ def writers(names: list[str], what: str, both: Comparison) -> list[str]:
         maker = both.makers.get(of)
         made = [maker] if maker and is_yours(maker) else []
         keeper = made[0].rpartition(".")[0] if made else of
-        wrote = [f"{keeper}{method}" for method in WRITERS if f"{keeper}{method}" in ran]
+        methods = (f"{keeper}{method}" for method in (*WRITERS, ".__init__"))
+        wrote = [method for method in methods if method in ran]
         if found := wrote[:1] if " over " in what else made or wrote[:1]:
             return found
     return []
 
 
 def counting(guilty: Call, calls: list[Call], both: Comparison) -> list[str]:
-    """A count is what another function has counted: that one, who calls it, and who made both."""
+    """The method that counted what `counts` returns, its caller, and what made the object."""
     of, name = guilty.key.name.rpartition(".")[0], guilty.key.name
-    counters = counters_of(guilty, calls)[:2]
-    return [*counters, *with_makers([name], both)[1:2], *(f"{of}.__init__" for _ in counters[:1])]
+    counters = counters_of(guilty, calls)
+    return [*counters, *with_makers([name], both)[1:2], *[f"{of}.__init__"] * bool(counters)]
 
 
 def unlike_updates(inside: Inside) -> tuple[list[str], str]:
-    """A method that makes another tensor on each rank of a stage of what all of them get alike."""
+    """An `updated` whose tensors differ on the ranks of a stage, although they get equal ones."""
     for call, at in inside.before + inside.since + inside.late:
         row = [inside.call_of(call, other) for other in inside.both.ranks if other.pp == at.pp]
-        given = [v for v in call.got if not v.startswith("self.")]
-        rights = [right.made for right in inside.right_calls if right.key == call.key]
-        if not call.key.name.endswith(AFTER) or not given or None in row:
+        given = {v: t for v, t in call.got.items() if not v.startswith("self.")}
+        if not call.key.name.endswith(".updated") or not given or None in row:
             continue
 
         def is_alike(variable: str, side: str, row: list[Call] = row) -> bool:
             tensors = [getattr(one, side).get(variable) for one in row]
             return all(t is not None and same(t, tensors[0]) for t in tensors)
 
+        # A rank's own part of what it gets may differ, and what its object keeps.
+        parts = torch.cat([t.flatten() for t in given.values()])
         made = {v: t for v, t in call.made.items() if not v.startswith("self.")}
+        made = {v: t for v, t in made.items() if not torch.isin(t, parts).all()}
+        rights = [right.made for right in inside.right_calls if right.key == call.key]
         whole = [v for v, t in made.items() if any(t.shape == r[v].shape for r in rights if v in r)]
         unlike = next((v for v in whole if not is_alike(v, "made")), "")
         if unlike and all(is_alike(variable, "got") for variable in given):
-            what = f"{unlike} is not the same on all ranks, though what it gets is"
+            what = f"{unlike} is not the same on all ranks of a stage, though what it gets is"
             return [call.key.name], what
     return [], ""
 

@@ -89,9 +89,9 @@ def _known(
     everywhere, places = [*range(len(outcome))], [outcome.index(result) for result in failed]
     finished = [i for i in everywhere if not outcome[i].failure]
     first, partly, alike = [i for i in places if i in finished][:1], None, []
-    few = everywhere if failed[0].keeps else first or places[:1]  # kept: from the cases before
     for mistake in exercise.mistakes:
-        if all(agrees(mistake, few)):
+        # What a version keeps comes from the cases before: one case alone would lack it.
+        if failed[0].keeps or all(agrees(mistake, first or places[:1])):
             same = agrees(mistake, everywhere)
             if all(same):
                 return mistake.name, mistake.sentence

@@ -110,7 +110,7 @@ def _tensor_differences(got: Any, expected: Tensor, at: tuple) -> Iterator[tuple
     elif got.is_meta or expected.is_meta:  # which have no numbers
         if got.device != expected.device:
             yield at, f"a tensor on {got.device}", f"one on {expected.device}"
-    elif got.dtype != expected.dtype or not got.equal(expected):  # equal: as most are, and quick
+    elif got.dtype != expected.dtype or not got.equal(expected):  # most are equal
         is_off = _is_off(got, expected)
         for place in is_off.nonzero()[:1].tolist():
             index = tuple(place)

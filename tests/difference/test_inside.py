@@ -294,13 +294,17 @@ def tapped(phase: str, wrong: bool = False, step: int = 0) -> Record:
     return Record(Key(step, phase, "model.norm"), X + wrong, [], [])
 
 
-def names_of(right: list[Record], *of_ranks: list[Record], makers=None, **options) -> list[str]:
+def answer_of(right: list[Record], *of_ranks: list[Record], makers=None, **options) -> tuple:
     whole = {record.key: record.tensor for record in right}
     for phase in ("forward", "summed gradient", "loss", "weights"):
         whole |= {Key(step, phase, "model.norm"): X for step in (0, 1)}
     trial = trial_of(make_config(**options), steps=2, own_sizes=False)
-    found = named(Comparison(trial, whole, of_ranks, makers or {}), "")[0]
-    return [name.partition(":")[2] for name in found]
+    found, what = named(Comparison(trial, whole, of_ranks, makers or {}), "")
+    return [name.partition(":")[2] for name in found], what
+
+
+def names_of(*runs: list[Record], **options) -> list[str]:
+    return answer_of(*runs, **options)[0]
 
 
 def test_a_call_is_guilty_if_it_got_what_is_right_and_no_right_tap_follows():
@@ -310,6 +314,9 @@ def test_a_call_is_guilty_if_it_got_what_is_right_and_no_right_tap_follows():
     assert names_of(right, [*bad_f, *bad_g, bad]) == ["f"]
     assert names_of(right, [*noted(0, "f", 2 * X, 3 * X), *bad_g, bad]) == ["g"]
     assert names_of(right, [*bad_f, good, *bad_g, bad]) == ["g"]
+    infinite = X.clone()
+    infinite[0, 0], infinite[1] = torch.inf, 99.0
+    assert names_of(right, [*noted(0, "f", X, infinite), bad]) == ["f"]
     # What is guilty before a right tap is harmless after it, too.
     again = noted(2, "f", X, 3 * X)
     assert names_of(right, [*bad_f, good, *again, *bad_g, bad]) == ["g"]
@@ -429,11 +436,12 @@ def test_what_is_noted_can_be_freed():
 
 def test_what_counts_is_named_behind_the_counts():
     for caller, more in (("", []), ("f", ["f"])):  # and what may give it something wrong
-        right = [*noted(0, "Yours.note", X, caller=caller), *noted(1, "Yours.counts", None, X)]
-        mine = [*right[:2], *noted(1, "Yours.counts", None, 3 * X)]
+        note = [*noted(2, "Yours.wait", X), *noted(0, "Yours.note", X, caller=caller)]
+        right = [*note, *noted(1, "Yours.counts", None, X)]
+        mine = [*note, *noted(1, "Yours.counts", None, 3 * X)]
         named = ["Yours.counts", "Yours.note", *more, "Yours.__init__"]
         assert names_of(right, [*mine, tapped("forward", wrong=True)]) == named
-    mine[2:2] = noted(0, "Yours.note", None, X)  # it returns something
+    mine[4:4] = noted(0, "Yours.note", None, X)  # it returns something
     assert names_of(right, [*mine, tapped("forward", wrong=True)]) == named[:1]
 
 
@@ -445,6 +453,14 @@ def test_what_counts_is_named_behind_the_counts():
         ("updated", (2 * X, 3 * X), (X + 1, X + 2), "tp", "counts"),
         ("updated", (2 * X, 2 * X), (X[:2], X[:2] + 1), "tp", "counts"),  # a part of the whole
         ("updated", (2 * X, 2 * X), (X + 1, X + 2), "pp", "counts"),
+        (
+            "updated",
+            (2 * X, 2 * X),
+            (2 * X, 2 * X.flip(0)),
+            "tp",
+            "counts",
+        ),  # parts of what it gets
+        ("updated", (None, None), (X + 1, X + 2), "tp", "counts"),
         ("other", (2 * X, 2 * X), (X + 1, X + 2), "tp", "counts"),
     ],
 )
@@ -458,17 +474,23 @@ def test_an_update_that_is_unlike_on_ranks_is_named_before_its_sums(name, got, m
         ]
         for of_rank in zip(got, made, strict=True)
     ]
-    assert names_of(right, *ranks, **{axis: 2})[0] == f"Yours.{first}"
+    found, what = answer_of(right, *ranks, **{axis: 2})
+    assert found[0] == f"Yours.{first}"
+    unlike = f"{RESULT} is not the same on all ranks of a stage, though what it gets is"
+    assert (what == unlike) == (first == "updated"), what
 
 
-def test_a_generator_is_a_part_of_the_function_around_it():
-    code, names, profile = "def f(x):\n    return sum(2 * y for y in x)", {}, Profile()
+def test_a_comprehension_is_a_part_of_the_function_around_it():
+    code = "def f(x):\n    return sum(2 * y for y in [3 * z for z in x])"
+    names, profile = {}, Profile()
     exec(compile(code, str(FILE), "exec"), names)
     seen = []
     profile.watch = lambda event, name, values: seen.append((event, name))
     sys.setprofile(profile.event)
-    names["f"](X)
-    sys.setprofile(None)
+    try:
+        names["f"](X)
+    finally:
+        sys.setprofile(None)
     assert seen == [("call", f"{YOURS}:f"), ("return", f"{YOURS}:f")]
 
 

@@ -482,6 +482,7 @@ def test_what_all_wrong_numbers_have_in_common_is_said(change, kind):
 def test_a_known_mistake_that_keeps_something_is_named(number, name):
     exercise = catalogue.load(number)
     mistake = next(mistake for mistake in exercise.mistakes if mistake.name == name)
+    # Where a name depends on addresses, one answer may be right by chance.
     assert all(answer(exercise, mistake).mistake == name for _ in range(3))
 
 
