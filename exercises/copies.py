@@ -39,15 +39,22 @@ def shape_of(text: str) -> tuple[str, int]:
     return "\n".join(sorted(_plain(node) for node in nodes)), statements
 
 
+class _Unannotated(ast.NodeTransformer):
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        return ast.Assign([node.target], node.value) if node.value else node
+
+
 def _plain(definition: ast.AST) -> str:
-    nodes, names = [*ast.walk(definition)], {}
+    nodes, names = [*ast.walk(_Unannotated().visit(definition))], {}
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     bound = {n.arg for n in nodes if isinstance(n, ast.arg)}
     bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    bound |= {n.name for f in functions for n in ast.walk(f) if n in functions and n is not f}
     for node in nodes:
         node.returns = node.annotation = None
         if isinstance(node, Definition):
             node.body = node.body[bool(ast.get_docstring(node)) :]
-        field = {ast.arg: "arg", ast.Name: "id"}.get(type(node))
+        field = {ast.arg: "arg", ast.Name: "id", ast.FunctionDef: "name"}.get(type(node))
         if field and (name := getattr(node, field)) in bound:
             setattr(node, field, names.setdefault(name, f"v{len(names)}"))
     return ast.dump(definition)

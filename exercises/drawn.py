@@ -4,6 +4,7 @@ Hunt 5 is a known mistake of some exercise that trains without a crash, right in
 wrong in another. Mistakes are tried in an order that depends on the student's name.
 """
 
+import math
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -58,9 +59,12 @@ def _runs_that_show(hunt: Hunt, rights: list[Symptoms]) -> tuple[str, ...]:
     right, wrong = [], []
     for run, expected in zip(LAYOUTS, rights, strict=True):
         try:
-            distance = measure(hunt, run, STEPS).distance(expected)
+            found = measure(hunt, run, STEPS)
         except Exception:  # whatever a wrong version raises: it is no hunt then
             return ()
+        if not all(map(math.isfinite, (*found.losses, found.norm))):
+            return ()  # a longer run would end with an error
+        distance = found.distance(expected)
         if 1e-9 <= distance <= 1e-4:
             return ()  # too little to be seen
         (wrong if distance > 1e-4 else right).append(run)

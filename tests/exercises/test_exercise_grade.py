@@ -130,6 +130,11 @@ def test_equal_trees_are_found_under_other_names_and_short_files_say_so():
     b = "import torch\ndef f(n):\n    # other\n    m = n + 1\n    return m\n"
     assert shape_of(a)[0] == shape_of(b)[0] and shape_of(b)[1] == 3
     assert shape_of(a)[0] != shape_of(b.replace("+ 1", "+ 2"))[0]
+    a = "def f(n):\n    kept: dict = {}\n    def add(i):\n        kept[i] = n\n    add(1)\n"
+    b = "def f(k):\n    d = {}\n    def put(j):\n        d[j] = k\n    put(1)\n"
+    assert shape_of(a)[0] == shape_of(b)[0] != shape_of(b.replace("put(1)", "d(1)"))[0]
+    other = "class A:\n    def f(self):\n        pass\n"
+    assert shape_of(other)[0] != shape_of(other.replace("f(", "g("))[0]  # a method's name counts
     assert shape_of("def (") == ("", 0)
 
 

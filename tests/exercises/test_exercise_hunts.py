@@ -107,6 +107,10 @@ def test_a_student_draws_a_mistake_that_some_layouts_show(monkeypatch):
     assert judge(first, f"{first.file}:{line}") == "right"
     assert drawn._runs_that_show(first._replace(new="1 / 0"), right) == ()  # it crashes
     assert drawn._runs_that_show(first._replace(new=first.old), right) == ()  # nothing to see
+    endless = (right[0], right[1]._replace(norm=float("inf")))
+    with monkeypatch.context() as patch:  # 20 steps of it would end with an error
+        patch.setattr(drawn, "measure", lambda hunt, run, steps: endless[run == "tp=2"])
+        assert drawn._runs_that_show(first, right) == ()
     bytes_alone = right[0]._replace(sent={"dp": 1})
     assert bytes_alone.distance(right[0]) == 0  # nothing that a student can find
     with pytest.raises(ValueError, match="add --student NAME"):
