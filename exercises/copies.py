@@ -1,4 +1,6 @@
-"""Equal submissions: the same syntax tree, apart from names of variables, comments and annotations.
+"""Equal submissions: the same syntax tree, apart from names, comments and annotations.
+
+Names are those of variables and inner functions; what is defined outermost, and methods, count.
 
 A flag is no proof. A body of a few statements is often written in the same way by two people: the
 number of statements is in the flag.
@@ -6,6 +8,7 @@ number of statements is in the flag.
 
 import ast
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 
 from exercises.exercise import load
@@ -40,16 +43,18 @@ def shape_of(text: str) -> tuple[str, int]:
 
 
 class _Unannotated(ast.NodeTransformer):
+    """Assignments without annotations."""
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
         return ast.Assign([node.target], node.value) if node.value else node
 
 
 def _plain(definition: ast.AST) -> str:
     nodes, names = [*ast.walk(_Unannotated().visit(definition))], {}
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    inner = chain(*([*ast.walk(f)][1:] for f in nodes if isinstance(f, ast.FunctionDef)))
     bound = {n.arg for n in nodes if isinstance(n, ast.arg)}
     bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    bound |= {n.name for f in functions for n in ast.walk(f) if n in functions and n is not f}
+    bound |= {n.name for n in inner if isinstance(n, ast.FunctionDef)}
     for node in nodes:
         node.returns = node.annotation = None
         if isinstance(node, Definition):

@@ -82,10 +82,10 @@ class Symptoms(NamedTuple):
     apart: float  # the largest difference between weights that ranks should share
 
     def distance(self, right: "Symptoms") -> float:
-        """How far the numbers are from the right ones; bytes do not count."""
+        """How far the numbers, which are finite, are from the right ones; bytes do not count."""
         pairs = zip((*self.losses, self.norm), (*right.losses, right.norm), strict=True)
         far = max(abs(a / b - 1) for a, b in pairs)
-        return 1.0 if far != far else max(far, self.apart)
+        return max(far, self.apart)
 
 
 def parse_run(text: str) -> dict[str, Any]:

@@ -453,13 +453,7 @@ def test_what_counts_is_named_behind_the_counts():
         ("updated", (2 * X, 3 * X), (X + 1, X + 2), "tp", "counts"),
         ("updated", (2 * X, 2 * X), (X[:2], X[:2] + 1), "tp", "counts"),  # a part of the whole
         ("updated", (2 * X, 2 * X), (X + 1, X + 2), "pp", "counts"),
-        (
-            "updated",
-            (2 * X, 2 * X),
-            (2 * X, 2 * X.flip(0)),
-            "tp",
-            "counts",
-        ),  # parts of what it gets
+        ("updated", (2 * X, 2 * X), (2 * X, 2 * X.flip(0)), "tp", "counts"),  # parts of it
         ("updated", (None, None), (X + 1, X + 2), "tp", "counts"),
         ("other", (2 * X, 2 * X), (X + 1, X + 2), "tp", "counts"),
     ],
