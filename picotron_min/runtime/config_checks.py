@@ -11,6 +11,7 @@ from pathlib import Path
 from picotron_min.extensions.settings import LARGEST_BETA2, ModelConfig, chunks_problem
 from picotron_min.runtime.architectures import from_hf
 from picotron_min.runtime.config import Config, ConfigError
+from picotron_min.runtime.corpus import COMPRESSION, READERS
 from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.model_checks import model_problems
@@ -125,7 +126,7 @@ def _missing(name: str, built_in: list[str]) -> str | None:
     return f"use {choice([*near, 'a local path', 'a hub id owner/name'])}"
 
 
-FILES = (".txt", ".json", ".jsonl", ".parquet", ".npy", ".bin")
+FILES = (*READERS, *COMPRESSION, ".npy", ".bin")
 
 
 def _on_hub(name: str) -> bool:

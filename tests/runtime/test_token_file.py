@@ -1,5 +1,6 @@
 """The stream of token ids: what it is made from, by which process, and the user's mistakes."""
 
+import gzip
 import json
 import os
 import re
@@ -221,46 +222,6 @@ def test_the_standard_library_is_text_on_every_machine(prepare):
     assert file.tokens[-len(last) - 1 : -1].astype(np.uint8).tobytes() == last
 
 
-@pytest.mark.parametrize(
-    "name,dtype,vocab_size",
-    [
-        ("a.npy", np.uint16, 257),
-        ("a.npy", np.uint32, 257),
-        ("a.bin", np.uint16, 257),
-        ("a.bin", np.uint32, 2**16 + 1),
-    ],
-)
-def test_ready_token_ids_are_used_as_they_are(prepare, tmp_path, name, dtype, vocab_size):
-    ids = np.array(STREAM, dtype)
-    np.save(tmp_path / name, ids) if name == "a.npy" else ids.tofile(tmp_path / name)
-    file = prepare(tmp_path / name, vocab_size=vocab_size)
-    assert file.tokens.tolist() == STREAM and isinstance(file.tokens, np.memmap)
-    expected = prepare(write_jsonl(tmp_path / "a.jsonl")).ends
-    assert file.ends.tolist() == expected.tolist() and file.num_documents == len(TEXTS)
-    assert file.tokens_per_byte is None
-
-
-@pytest.mark.parametrize(
-    "name,content,message",
-    [
-        ("a.npy", np.array([1, 2], np.int64), "has 1 axes of int64: write one of uint16 or uint32"),
-        ("a.npy", np.zeros((2, 2), np.uint16), "has 2 axes of uint16"),
-        ("a.npy", np.array([1, 257], np.uint16), "has the token id 257, and the model 257 ids"),
-        ("a.npy", b"no header", "cannot be read"),
-        ("a.npy", np.array([{}]), "cannot be read"),  # a pickle
-        ("a.bin", b"", "cannot be read"),
-        ("a.bin", b"odd", "cannot be read"),
-    ],
-)
-def test_other_files_of_token_ids_are_refused(prepare, tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
-    with pytest.raises(ValueError, match=f"dataset.name=.*{message}"):
-        prepare(path)
-    with pytest.raises(ValueError, match="num_samples and subset_name must be null"):
-        prepare(path, num_samples=3)
-
-
 def test_the_mask_of_documents_needs_ids_in_which_documents_end(prepare, tmp_path):
     np.save(path := tmp_path / "a.npy", np.array([1, 2, 256, 3], np.uint16))
     assert prepare(path, document_mask=True).ends.tolist() == [3, 4]
@@ -364,12 +325,8 @@ def test_prepared_bytes_need_neither_transformers_nor_datasets(prepare, tmp_path
 
 MISTAKES = {  # what is on disk, the options, the message
     "no text at all": ({"a.txt": ""}, {}, "holds no text"),
-    "an empty file of lines": ({"a.jsonl": ""}, {}, r"cannot read dataset .*: it holds no text$"),
-    "a file of empty lines": (
-        {"a.jsonl": "\n\n"},
-        {},
-        r"cannot read dataset .*: it holds no text$",
-    ),
+    "an empty file of lines": ({"a.jsonl": ""}, {}, "a.jsonl' holds no text$"),
+    "a file of empty lines": ({"a.jsonl": "\n\n"}, {}, "a.jsonl' holds no text$"),
     "only empty documents": (
         {"a.jsonl": '{"text": ""}\n' * 3},
         {},
@@ -378,22 +335,37 @@ MISTAKES = {  # what is on disk, the options, the message
     "a missing column": (
         {"a.jsonl": '{"body": "x", "n": 1}'},
         {},
-        r"no text in column 'text': set .*text_column to .* {'body': 'string', 'n': 'int64'}",
+        r"line 1 has no text in .*'text' .set .*text_column to .* {'body': 'str', 'n': 'int'}",
     ),
-    "numbers for text": ({"a.jsonl": '{"text": 5}'}, {}, "column 'text': .* {'text': 'int64'}"),
-    "a null": ({"a.jsonl": '{"text": "x"}\n{"text": null}'}, {}, r"row 1 of .* has no text \(null"),
+    "numbers for text": ({"a.jsonl": '{"text": 5}'}, {}, "no text in column .* {'text': 'int'}"),
+    "a null": ({"a.jsonl": '{"text": "x"}\n{"text": null}'}, {}, "a.jsonl: line 2 has no text in"),
+    "no object": (
+        {"a.jsonl": '"x"'},
+        {},
+        "line 1 is no object with a text, but 'x': mend",
+    ),
+    "half an emoji": (
+        {"a.jsonl": '{"text": "x", "n": "\\ud83d"}\n{"text": "\\ud83d"}'},
+        {},
+        r"a.jsonl: line 2 has half a character, .*, at 0 of its text: mend or remove it",
+    ),
+    "UTF-16": ({"a.jsonl": '{"text": "x"}'.encode("utf-16")}, {}, "line 1 is not text in UTF-8"),
+    "a torn line": ({"a.jsonl": '{"text": "x"}\n\n{"te'}, {}, "a.jsonl: line 3 is not JSON"),
+    "a torn array": ({"a.json": '\n [{"text": "x"}, {"te'}, {}, "a.json: the array is not JSON"),
+    "no parquet": ({"a.parquet": "x" * 99}, {}, "cannot read .*a.parquet: .*mend or remove it"),
+    "a torn archive": ({"a.txt.gz": gzip.compress(b"x" * 999)[:-9]}, {}, "a.txt.gz: Truncated"),
     "a split of a file": ({"a.txt": "x"}, {"split": "test"}, r"no split 'test': .* \['train'\]"),
     "a subset of a file": ({"a.txt": "x"}, {"subset_name": "en"}, "subset_name='en' .* to null"),
-    "broken JSON": ({"a.jsonl": '{"text": '}, {}, "cannot read dataset .*a.jsonl"),
+    "broken JSON": ({"a.jsonl": '{"text": '}, {}, "cannot read .*a.jsonl: line 1 is not JSON"),
     "not UTF-8": (
         {"text/a.txt": "x", "text/b.txt": b"\xff\xfe"},
         {},
-        "text/b.txt is not text in UTF-8: convert or remove it",
+        "cannot read .*text/b.txt: it is not text in UTF-8: mend or remove it",
     ),
     "not UTF-8 among processes": (
         {"a.jsonl": b'{"text": "x"}\n' * 5 + b'{"text": "\xff\xfe"}'},
         {"num_proc": 2},
-        "a.jsonl is not text in UTF-8: convert or remove it",
+        "^cannot read .*a.jsonl: line 6 is not text in UTF-8 .*: mend or remove it$",
     ),
     "an unknown kind": (
         {"a.docx": "x"},
