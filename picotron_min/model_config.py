@@ -18,6 +18,11 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # fast, not stretched: more than this; interpolated between
     original_max_position_embeddings: int = 8192
 
+    def __post_init__(self) -> None:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high:
+            raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}")
+
 
 @dataclass(frozen=True)
 class ModelConfig:

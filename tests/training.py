@@ -24,6 +24,7 @@ from picotron_min.runtime.config import KEY, SECTIONS, Config
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import Inputs, fill_weights, open_data
 from picotron_min.runtime.saver import Saver
+from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from train import StepResult
 
@@ -96,7 +97,8 @@ class Training:
         meters: Sequence[Extension] = (),
     ) -> None:
         tokenizer, start = BytesTokenizer(), (None, None, weights, None)
-        self.inputs = Inputs(config, device, "gloo", model_config, tokenizer, None, batches, *start)
+        text = TokenFile(batches.tokens, None, 1)
+        self.inputs = Inputs(config, device, "gloo", model_config, tokenizer, text, batches, *start)
         self.config, self.model_config, self.axes, self.device = config, model_config, axes, device
         # Drawing weights on the meta device, which has none, takes as long as the rest together.
         with ExitStack() as stack:

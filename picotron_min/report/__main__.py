@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
                 raise ValueError(f"{out} exists and is not a report: name another file with --out")
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which matplotlib may not know here
     # Only now, since importing matplotlib takes a second.
     from picotron_min.report.compare import comparison
     from picotron_min.report.single import report

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from picotron_min.extensions import settings
 from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime.config import LARGEST, Numbers
+from picotron_min.runtime.config import LARGEST, Numbers, Stretching
 from picotron_min.runtime.wording import choice, mistake
 
 # What all of them have: fields of ModelConfig, and keys with the only value that we compute.
@@ -159,9 +159,10 @@ def _model(name: str, hf: dict) -> ModelConfig:
             only = choice(map(repr, good))
             raise ValueError(f"{key}={value!r:.60} is not supported: only {only:.60}")
     numbers = {field: hf[key] for field, key in architecture.keys.items()} | architecture.read(hf)
-    if hf["rope_type"] == "llama3":
-        numbers["rope_scaling"] = RopeScaling(*(hf[field.name] for field in fields(RopeScaling)))
     try:
+        if hf["rope_type"] == "llama3":
+            given = {field.name: hf.get(field.name) for field in fields(RopeScaling)}
+            numbers["rope_scaling"] = RopeScaling(**dict(Stretching(**given)))
         return ModelConfig(**dict(Numbers(**numbers)))
     except ValidationError as error:
         raise ValueError("; ".join(map(mistake, error.errors()))) from None

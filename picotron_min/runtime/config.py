@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_m
 from pydantic.types import NonNegativeInt, PositiveInt
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routing, Workload
+from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.public_models import tokenizer_of
 
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
@@ -36,6 +37,8 @@ LARGEST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10**4)
 LARGEST |= {"num_hidden_layers": 10**4, "num_local_experts": 10**4, "num_nextn_predict_layers": 100}
 TYPES = {"pp_layers": list[PositiveInt] | None, "mlp_only_layers": list[NonNegativeInt]}
 TYPES |= {"betas": Annotated[list[Beta], Field(min_length=2, max_length=2)], "momentum": Beta}
+# A float is 0 or more; these are divisors, or in the exponent of one.
+POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=1000)]}
 
 
@@ -55,7 +58,8 @@ def keys_of(kind: type, *names: str, **defaults) -> dict[str, tuple]:
             least = 0 if field.default == 0 else 1
             annotation = Annotated[annotation, Field(ge=least, le=LARGEST.get(name, 10**9))]
         elif annotation in (float, float | None):  # null, where it is allowed, means none
-            least = {"ge": 0} if annotation is float else {"gt": 0}
+            may_be_0 = annotation is float and name not in POSITIVE
+            least = {"ge": 0} if may_be_0 else {"gt": 0}
             annotation = Annotated[annotation, Field(**least, le=10**12)]
         default = defaults.get(name, field.default)
         default = list(default) if isinstance(default, tuple) else default
@@ -74,6 +78,7 @@ class Distributed(section(keys_of(Layout))):  # the layout: tp x cp x pp x dp pr
 
 
 Numbers = section(keys_of(ModelConfig))  # of a model, as they are checked
+Stretching = section(keys_of(RopeScaling))
 OVERRIDES = {key: (kind | None, None) for key, (kind, _) in keys_of(ModelConfig).items()}
 del OVERRIDES["rope_scaling"]  # only in a model's own config.json
 OF_MODEL = ("dtype", "flash_attention", "compile", "recompute", "offload", "fp8", "fp8_skip")

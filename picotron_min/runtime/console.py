@@ -21,12 +21,6 @@ from picotron_min.runtime.metrics import EvalRecord, StepRecord
 from picotron_min.runtime.wording import counted, duration, human
 
 
-class Output(RichConsole):
-    def on_broken_pipe(self) -> None:
-        """Train on without a console: by default rich ends the process (`train.py | head`)."""
-        self.quiet = True
-
-
 class Console:
     """A header, progress, warnings and a summary. Use it as a context manager around the steps."""
 

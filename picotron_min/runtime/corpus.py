@@ -110,7 +110,9 @@ def _read_files(corpus: Corpus, column: str) -> Iterator[str]:
         try:
             for place, row in READERS[corpus.kind](file, column):
                 yield _text(row, column, place)
-        except (OSError, ValueError, ImportError) as error:  # pyarrow's are among them
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{file}: {_needs(error)}") from None
+        except (OSError, ValueError) as error:  # pyarrow's are among them
             reason = "it is not text in UTF-8" if isinstance(error, UnicodeError) else error
             raise ValueError(f"cannot read {file}: {reason}: mend or remove it") from error
 
@@ -188,6 +190,8 @@ def _load_rows(dataset: Dataset, corpus: Corpus):
         else:
             splits = datasets.load_from_disk(name)
             rows = _split(splits if isinstance(splits, dict) else {"train": splits}, dataset)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"dataset {name!r}: {_needs(error)}") from None
     except Exception as error:  # of many kinds
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         problem = f"cannot read dataset {name!r}: {type(error).__name__}: {reason}"
@@ -197,6 +201,12 @@ def _load_rows(dataset: Dataset, corpus: Corpus):
         raise ValueError(problem) from error
     column = dataset.text_column
     return rows.select_columns(column) if column in rows.column_names else rows
+
+
+def _needs(error: ModuleNotFoundError) -> str:
+    package = error.name.partition(".")[0]
+    remedy = f"run  pip install {package}, or name ids in a .npy or .bin file, which need none"
+    return f"to read it needs the package {package}, which is not installed: {remedy}"
 
 
 def _read_rows(rows, dataset: Dataset) -> Iterator[str]:

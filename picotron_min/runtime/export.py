@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         layout = " x ".join(f"{axis} {n}" for axis, n in config.layout.sizes._asdict().items())
         rows = {"model": config.model.name, "layout": layout, "step": metadata.step}
         rows |= {"tokens": metadata.tokens_seen, "data": config.dataset.name}
-        write_card(options.folder, rows | {"tokenizer": config.tokenizer})
+        write_card(options.folder, rows | {"tokenizer": config.tokenizer}, tokenizer)
     print(f"wrote {options.folder}")
 
 

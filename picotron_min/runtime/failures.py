@@ -29,7 +29,14 @@ import torch
 import torch.distributed as dist
 
 from picotron_min.runtime.folders import find_start
-from picotron_min.runtime.launch import Launch, exit_on_usage_error, open_process_group, print_end
+from picotron_min.runtime.launch import (
+    USAGE_ERRORS,
+    Launch,
+    exit_on_usage_error,
+    in_words,
+    open_process_group,
+    print_end,
+)
 
 GRACE = 2.0  # seconds in which all ranks that can will have noticed that one is gone
 HEARTBEAT = 0.4  # seconds between two heartbeats, 20 bytes each where the store is a file
@@ -124,7 +131,7 @@ class RankMonitor:
         """End this process because of an error, which one rank of all reports."""
         self.done.set()
         # Before the ranks connect, these are the user's mistakes.
-        is_usage = not self.connecting and isinstance(error, (ValueError, OSError))
+        is_usage = not self.connecting and isinstance(error, USAGE_ERRORS)
         try:
             if not self.got_report:
                 self._report_once(error, is_usage)
@@ -183,8 +190,8 @@ def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
         what = f"rank {rank} has too little memory ({memory[1]}): use a smaller micro_batch_size"
         return f"{what}, a larger tp_size or pp_size, or model.recompute full"
     # A MemoryError that comes from here, not from torch, has its own remedy, or no message.
-    is_plain = isinstance(error, (OSError, FloatingPointError, MemoryError))
-    return str(error) if is_usage or is_plain else ""
+    is_plain = isinstance(error, (OSError, FloatingPointError, MemoryError, ModuleNotFoundError))
+    return in_words(error) if is_usage or is_plain else ""
 
 
 def report(what: str, notes: dist.Store, rank: int | None) -> None:

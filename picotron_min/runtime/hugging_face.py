@@ -163,8 +163,9 @@ def export_hf(
     if transformers has no such model.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    end_ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-    config = to_hf(model_config) | {"dtype": dtype} | end_ids
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    special["bos_token_id"] = tokenizer.bos_token_id  # also null: left out, it would mean 1
+    config = to_hf(model_config) | {"dtype": dtype} | special
     weights = {their_name(name, model_config): part for name, part in weights.items()}
 
     def write(partial: Path) -> None:
@@ -172,15 +173,18 @@ def export_hf(
         if dist.get_rank() == 0:
             shutil.rmtree(partial / "sharded")  # what the consolidated files were made from
             write_json(partial / "config.json", config)
-            write_json(partial / "generation_config.json", end_ids)
+            write_json(partial / "generation_config.json", special)
             tokenizer.save(partial)
 
     complete_or_absent(folder, write, group)
 
 
-def write_card(folder: Path, rows: dict[str, str]) -> None:
+def write_card(folder: Path, rows: dict[str, str], tokenizer: Tokenizer) -> None:
     """README.md beside a model, which the hub shows: what was trained on what, and its losses."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""]
     lines += ["A language model trained with picotron-min.", "", "| what | |", "|---|---|"]
     lines += [f"| {key} | {value} |".replace("\n", " ") for key, value in rows.items()]
+    if tokenizer.puts_bos:
+        why = f"The tokenizer puts its BOS, id {tokenizer.bos_token_id}, before each text. Training"
+        lines += ["", f"{why} did not: call it with `add_special_tokens=False`."]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -68,11 +68,17 @@ class Inputs(NamedTuple):
         is_due = self.is_due(step, self.config.training.eval_frequency)
         return is_due and self.batches.num_eval_batches > 0
 
+    @property
+    def data(self) -> dict[str, str]:
+        """What a checkpoint keeps of the text, so that a resume notices another one."""
+        text = f"{len(self.text.tokens):,} tokens, checksum {self.text.checksum}"
+        return {"the text": text, "the tokenizer": f"checksum {self.tokenizer.checksum}"}
+
     def in_common(self) -> dict[str, object]:
         """What must be the same on all nodes: else they train different models."""
         settings = {f"{name}.{key}": v for name, section in self.config for key, v in section}
         settings |= {f"model.{key}": v for key, v in asdict(self.model_config).items()}
-        return settings | {"step": self.first_step, "tokens of the dataset": len(self.text.tokens)}
+        return settings | {"step": self.first_step, "the text": self.data["the text"]}
 
 
 def start_up(config: Config, monitor: RankMonitor) -> tuple[Inputs, Axes]:

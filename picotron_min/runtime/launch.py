@@ -3,18 +3,58 @@
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
 
 from picotron_min.mesh import Axes
 from picotron_min.runtime.hub import hub_answers
+
+
+class Terminal:
+    """What this process prints to: a stream that never raises, as no run should end for its words.
+
+    A terminal goes away (EIO), its reader ends (EPIPE), the disk of a log is full (ENOSPC), or
+    letters are missing in an encoding: what cannot be written is left out.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None: closed at the start
+        self.stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def begin_process() -> None:
+    """Let no print end this process, and SIGTERM end it well: until a step there is no work."""
+    sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(*_) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print_end(STOPPED_EARLY)
+    os._exit(0)
+
+
+STOPPED_EARLY = "stopped by SIGTERM before the first step: nothing was trained"
 
 
 class Launch(NamedTuple):
@@ -30,12 +70,22 @@ def torchrun_launch() -> Launch | None:
     """Read the variables that torchrun sets; None if this process was started without it."""
     names, env = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), os.environ
     if "RANK" not in env:
+        for variable, launcher in OTHER_LAUNCHERS.items():
+            if (copies := env.get(variable, "1")) != "1":
+                problem = f"{launcher} has started this command {copies} times ({variable})"
+                remedy = "start it once a node, and let it run  torchrun ... train.py --config FILE"
+                raise ValueError(f"{problem}: {remedy}; see docs/clusters.md")
         return None
     try:
         return Launch(*(int(env[name]) for name in names), _open_tcp_store)
     except (KeyError, ValueError) as error:
         problem = f"RANK is set, but not what torchrun sets with it ({error!r})"
         raise ValueError(f"{problem}: start with torchrun, or unset RANK") from None
+
+
+# How many copies of a command launchers that are not torchrun have started.
+OTHER_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+OTHER_LAUNCHERS |= {"PMI_SIZE": "mpiexec"}
 
 
 def _open_tcp_store(timeout_seconds: float) -> dist.Store:  # open_store under a launcher
@@ -59,16 +109,27 @@ def print_end(message: str) -> None:
     print(f"\n{message}{footer}\n", file=sys.stderr, flush=True)
 
 
+# What a user can mend. The text of an error of the last kind is "No module named 'wandb'".
+USAGE_ERRORS = (ValueError, OSError, ModuleNotFoundError)
+
+
+def in_words(error: BaseException) -> str:
+    if isinstance(error, UnicodeEncodeError):  # the name of a file
+        problem = f"this machine's locale is {error.encoding}, in which {error.object!r:.90} cannot"
+        return f"{problem} be written: set PYTHONUTF8=1"
+    return str(error)
+
+
 @contextlib.contextmanager
 def exit_on_usage_error() -> Iterator[None]:
-    """Report the user's mistakes, ValueError and OSError, by their message alone; exit code 2."""
+    """Report the user's mistakes by their message alone; exit code 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except USAGE_ERRORS as error:
         # Every rank finds most of them: the first one of a node reports them, and the launcher then
         # ends the others while they sleep. They report only what the first one has not found.
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
-        print_end(str(error))
+        print_end(in_words(error))
         raise SystemExit(2) from None
 
 
@@ -81,17 +142,24 @@ def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool =
     # other numbers of rows in each step.
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
+    known, given = [name for _, name in socket.if_nameindex()], os.environ.get(INTERFACE, "")
+    if unknown := [name for name in given.split(",") if name and name not in known]:
+        problem = f"{INTERFACE}={given}: this machine has no network interface {unknown[0]}"
+        raise ValueError(f"{problem}: unset it, or name one of {', '.join(known)}")
     if tokenizers_parallelism is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
     if uses_hub and not hub_answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is cached works, the rest fails at once
 
 
+INTERFACE = "GLOO_SOCKET_IFNAME"  # through which gloo connects
+
+
 def listen_on_loopback() -> None:
     """Let gloo, which authenticates no one, be reached from this machine alone."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+        os.environ.setdefault(INTERFACE, loopback[0])
 
 
 def set_allocator(returns: bool) -> None:

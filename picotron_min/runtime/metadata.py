@@ -23,11 +23,13 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
     model: ModelConfig
     config: Config
     tokens_seen: int = Field(ge=0, le=10**18)  # in training so far
+    data: dict[str, str] = {}  # of the text and the tokenizer: see Inputs
 
 
-def metadata_of(config: Config, model_config: ModelConfig, **counts: int) -> dict:
+def metadata_of(config: Config, model: ModelConfig, data: dict[str, str], **counts: int) -> dict:
     """The metadata of a checkpoint, but for its files, which the Saver knows."""
-    return {**counts, "model": asdict(model_config), "config": config.model_dump(by_alias=True)}
+    config = config.model_dump(by_alias=True)
+    return {**counts, "model": asdict(model), "config": config, "data": data}
 
 
 def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadata:
@@ -101,8 +103,8 @@ AMONG = {
 }
 
 
-def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
-    """Every setting that changes what is learned and differs from the saved run's."""
+def resume_warnings(metadata: Metadata, config: Config, data: dict[str, str]) -> list[str]:
+    """Everything that changes what is learned and differs from the saved run's."""
     learned = [f"training.{key}" for key in Training.model_fields if key not in NOT_LEARNED]
     learned += ["model.dtype", "dataset.document_mask"]
     effect = dict.fromkeys(learned, "the new value counts")
@@ -112,4 +114,7 @@ def resume_warnings(metadata: Metadata, config: Config) -> list[str]:
     both = metadata.config, config
     was, now = ({key: attrgetter(key)(c) for key in effect} | c.data_order for c in both)
     effect |= dict.fromkeys(config.data_order, "other data is seen")
+    moved = "held-out text has moved, so that what was validated on may be trained on"
+    effect |= {"the text": f"other data is seen; {moved}", "the tokenizer": "ids mean other text"}
+    was, now = was | metadata.data, now | (data if metadata.data else {})
     return [f"{c}: from here on {effect[key]}" for key, c in _changes(was, now).items()]

@@ -24,10 +24,13 @@ import torch.distributed as dist
 
 from picotron_min.runtime.failures import GRACE, RankMonitor, monitored, report
 from picotron_min.runtime.launch import (
+    STOPPED_EARLY,
     Launch,
+    begin_process,
     compute_deterministically,
     exit_on_usage_error,
     listen_on_loopback,
+    print_end,
     set_allocator,
     set_environment,
     torchrun_launch,
@@ -48,6 +51,7 @@ def start_run(
     from picotron_min.runtime.config_checks import uses_hub
     from picotron_min.runtime.config_file import load_config
 
+    begin_process()
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--config", required=True, metavar="FILE", help="see create_config.py")
     path = parser.parse_args().config
@@ -94,10 +98,14 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
             _start(ranks)
             signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in ranks])
             code, rank = _wait(ranks)
-            if code < 0:  # the number of a signal; otherwise the rank has reported its error
+            store = open_store(GRACE)
+            if code == -signal.SIGTERM and not store.check([f"step {rank}"]):
+                print_end(STOPPED_EARLY)
+                code = 0
+            elif code < 0:  # the number of a signal; otherwise the rank has reported its error
                 why = " (perhaps because memory ran out)" * (-code == signal.SIGKILL)
                 what = f"rank {rank} was killed by {signal.Signals(-code).name}{why}"
-                report(what, open_store(GRACE), rank)
+                report(what, store, rank)
                 code = 1
         except KeyboardInterrupt:
             report("stopped by Ctrl-C", open_store(GRACE), 0)
@@ -125,6 +133,7 @@ def _start(ranks: list[ForkProcess]) -> None:
 def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
     # A terminal sends Ctrl-C to all processes at once. The parent reports it and kills the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the parent
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     listen_on_loopback()
     main(launch)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console as RichConsole
 
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.mesh import Axes
 from picotron_min.pipeline_parallel import Watch
-from picotron_min.runtime.console import Console, Output
+from picotron_min.runtime.console import Console
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import find_start, make_room
 from picotron_min.runtime.hardware import active_parameter_count
@@ -74,7 +75,7 @@ class Reporter(ExitStack):
         self.measured: Ranks | None = None  # what rank 0 has gathered
         self.step_seconds: list[float] = []
         self.warned_of: set[str] = set()
-        self.console = Console(done + 1, last, Output(quiet=not writes))
+        self.console = Console(done + 1, last, RichConsole(quiet=not writes))
         self.console.header("picotron-min", self.start.header)
         for warning in warnings_of(inputs):
             self.console.warn(warning)
@@ -181,7 +182,7 @@ class Reporter(ExitStack):
             more["energy"] = meter.summary()
         rows = self.console.summary(save_dir, newest, config.dataset.name, more)
         if self.axes.world.rank == 0:
-            write_card(Path(save_dir, "hf"), self.start.header | rows)
+            write_card(Path(save_dir, "hf"), self.start.header | rows, self.inputs.tokenizer)
 
 
 def take_bytes(axes: Axes) -> dict[str, int]:
@@ -192,7 +193,17 @@ def take_bytes(axes: Axes) -> dict[str, int]:
 def warnings_of(inputs: Inputs) -> Iterator[str]:
     config, done, last = inputs.config, inputs.first_step, inputs.last_step
     if inputs.metadata:
-        yield from resume_warnings(inputs.metadata, config)
+        yield from resume_warnings(inputs.metadata, config, inputs.data)
+    text, batches = inputs.text, inputs.batches
+    if left := text.not_read:
+        names = ", ".join(left[:5]) + f" and {len(left) - 5} more" * (len(left) > 5)
+        yield f"{counted(len(left), 'file')} of other kinds in dataset.name not read: {names}"
+    if text.with_end_inside:
+        what = f"{counted(text.with_end_inside, 'document')} with the end-of-text token inside"
+        yield f"{what}: a token of the tokenizer that is written in a text becomes that token"
+    if batches.num_sequences < batches.global_batch:
+        each = f"each step of {counted(batches.global_batch, 'sequence')} repeats some"
+        yield f"the text has {counted(batches.num_sequences, 'sequence')} to train on: {each}"
     if config.logging.trace_file and done < last < done + 3:
         yield f"trace_file stays empty: it records steps {done + 3} to {done + 5} of {last}"
     if inputs.weights and (left := layers_left_out(inputs.weights, inputs.model_config)):

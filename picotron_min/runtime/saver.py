@@ -53,7 +53,8 @@ class Saver:
         self.wait()
         model, counts = self.run.model, {"step": step, "skipped_steps": self.run.skipped.total}
         counts["tokens_seen"] = self.run.batches.tokens_seen(step)
-        metadata = metadata_of(self.inputs.config, self.inputs.model_config, **counts)
+        inputs = self.inputs
+        metadata = metadata_of(inputs.config, inputs.model_config, inputs.data, **counts)
         tensors = training_tensors(model.parameters, model.buffers, self.run.optimizer)
         if self.settings.in_background:
             tensors = self._copy(tensors)
@@ -108,6 +109,10 @@ class Saver:
         if not finite:
             why = "the weights are not finite: no model is written"
             raise FloatingPointError(f"{why}. Resume from an earlier checkpoint, or start anew")
+        skipped = self.run.skipped
+        if skipped.in_a_row and not skipped.has_learned:
+            why = "the gradient was not finite in any step, so that nothing was learned"
+            raise FloatingPointError(f"{why}: no model is written. Start from other weights")
         dtype = getattr(torch, inputs.config.model.dtype)
         weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
         parts = model.parts_of_whole(weights)

@@ -1,6 +1,7 @@
 """Text to token ids: one byte a token, which needs nothing, or any Hugging Face tokenizer."""
 
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ class BytesTokenizer:
 
     vocab_size = 257  # the largest id + 1: vocabularies can have gaps
     eos_token_id = 256  # end of text, which separates documents
+    bos_token_id, puts_bos, checksum = None, False, "of bytes"  # as below
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, unsigned, with no special tokens added."""
@@ -69,6 +71,13 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{problem}: write {remedy}; or one of its own ({special})")
         self._tokenizer, self.eos_token_id = tokenizer, tokenizer.eos_token_id
         self.vocab_size = max(self.eos_token_id, *vocabulary.values()) + 1
+        self.bos_token_id = tokenizer.bos_token_id
+        first = tokenizer("a")["input_ids"][:1]  # as its users call it
+        # Training puts no token before a text but the end of the one before.
+        self.puts_bos = first == [self.bos_token_id] != [self.eos_token_id]
+        rules = getattr(tokenizer, "backend_tokenizer", None)
+        rules = rules.to_str() if rules else str(sorted(vocabulary.items()))
+        self.checksum = f"{zlib.crc32(rules.encode()):08x}"  # to notice another one
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         # verbose would warn of documents that are longer than the model's context.

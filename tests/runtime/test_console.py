@@ -79,24 +79,44 @@ def test_a_terminal_gets_a_live_bar_as_well():
     assert {1, 28, 29} <= set(printed_steps(text))
 
 
-BROKEN_PIPE = """
+PRINTS = """
 from pathlib import Path
-from picotron_min.runtime.console import Console, Output
-console = Console(1, 9, Output())
+from rich.console import Console as RichConsole
+from picotron_min.runtime.console import Console
+from picotron_min.runtime.launch import begin_process
+begin_process()
+console = Console(1, 9, RichConsole())
 for i in range(9):
-    console.warn("to a reader that has gone")
+    console.warn("größe")
+    print("größe", flush=True)
 Path("trained").touch()
 """
 
 
-def test_a_run_trains_on_when_the_reader_of_its_output_has_gone(tmp_path):
-    env = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONUNBUFFERED": "1"}
+def gone() -> int:
     reader, writer = os.pipe()
     os.close(reader)
-    run = [sys.executable, "-c", BROKEN_PIPE]
-    subprocess.run(run, stdout=writer, cwd=tmp_path, env=env, timeout=60)
-    os.close(writer)
-    assert (tmp_path / "trained").exists()
+    return writer
+
+
+def hung_up() -> int:
+    terminal, end = os.openpty()
+    os.close(terminal)
+    return end
+
+
+OUTPUTS = {"a reader that has gone": gone, "a terminal that has gone": hung_up}
+OUTPUTS["a full disk"] = lambda: os.open("/dev/full", os.O_WRONLY)
+OUTPUTS["no letters"] = lambda: os.open(os.devnull, os.O_WRONLY)
+
+
+@pytest.mark.parametrize("where", OUTPUTS)
+def test_output_that_cannot_be_written_ends_no_run(where, tmp_path):
+    env = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONIOENCODING": "ascii"}
+    end = OUTPUTS[where]()
+    run = subprocess.run([sys.executable, "-c", PRINTS], stdout=end, cwd=tmp_path, env=env)
+    os.close(end)
+    assert run.returncode == 0 and (tmp_path / "trained").exists()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

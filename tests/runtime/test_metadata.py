@@ -21,6 +21,7 @@ from picotron_min.runtime.metadata import (
 from tests.core.test_checkpoint import make_config, saves
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
+DATA = {"the text": "9 tokens, checksum 1", "the tokenizer": "checksum 2"}
 
 
 def write_checkpoint(
@@ -31,7 +32,7 @@ def write_checkpoint(
     save_file({"x": torch.zeros(1)}, folder / SHARD)
     config = make_config(**options)
     state = {"step": 7, "files": {SHARD: (folder / SHARD).stat().st_size}}
-    state |= metadata_of(config, resolve_model(config), skipped_steps=1, tokens_seen=56)
+    state |= metadata_of(config, resolve_model(config), DATA, skipped_steps=1, tokens_seen=56)
     (folder / "state.json").write_text(json.dumps(change(state)))
     return folder
 
@@ -158,17 +159,17 @@ def test_an_export_refuses_a_damaged_checkpoint_with_exit_code_2(tmp_path, capsy
 
 
 def saved_by(config: Config) -> Metadata:
-    metadata = metadata_of(config, resolve_model(config), skipped_steps=0, tokens_seen=24)
+    metadata = metadata_of(config, resolve_model(config), DATA, skipped_steps=0, tokens_seen=24)
     state = {"step": 3, "files": {SHARD: 8}, **metadata}
     return Metadata.model_validate_json(json.dumps(state))
 
 
 def test_a_resume_with_the_same_config_warns_of_nothing():
-    assert resume_warnings(saved_by(make_config()), make_config()) == []
+    assert resume_warnings(saved_by(make_config()), make_config(), DATA) == []
     other_layout = make_config(tp=2, micro_batch_size=1, gradient_accumulation_steps=4)
-    assert resume_warnings(saved_by(make_config()), other_layout) == []
+    assert resume_warnings(saved_by(make_config()), other_layout, DATA) == []
     stops_earlier = make_config(max_tokens=100, eval_frequency=1)
-    assert resume_warnings(saved_by(make_config()), stops_earlier) == []
+    assert resume_warnings(saved_by(make_config()), stops_earlier, DATA) == []
 
 
 EXPERTS = {"num_local_experts": 4, "mlp_only_layers": [0]}
@@ -230,7 +231,7 @@ FULLER = {"micro_batch_size": 4, "gradient_accumulation_steps": 1}  # as many se
 def test_a_resume_warns_if_experts_are_balanced_in_another_way(before, change, expected):
     two = {"micro_batch_size": 2, "gradient_accumulation_steps": 2} | before
     saved, now = make_config(model=EXPERTS, **two), make_config(model=EXPERTS, **two | change)
-    warnings = resume_warnings(saved_by(saved), now)
+    warnings = resume_warnings(saved_by(saved), now, DATA)
     assert len(warnings) == len(expected)
     for warning, part in zip(warnings, expected, strict=True):
         assert warning.partition(".")[2].startswith(part)
@@ -258,5 +259,15 @@ def test_a_resume_warns_if_experts_are_balanced_in_another_way(before, change, e
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_resume_warns_of_every_setting_that_changes_what_is_learned(change, expected):
-    (warning,) = resume_warnings(saved_by(make_config()), make_config(**change))
+    (warning,) = resume_warnings(saved_by(make_config()), make_config(**change), DATA)
     assert warning.startswith(expected)
+
+
+def test_a_resume_warns_of_another_text_and_another_tokenizer():
+    config, moved = make_config(), "held-out text has moved, so that what was validated on may be"
+    for key, meaning in {"the text": moved, "the tokenizer": "ids mean other text"}.items():
+        (warning,) = resume_warnings(saved_by(config), config, DATA | {key: "checksum 3"})
+        assert warning.startswith(f'{key} was "{DATA[key]}" and is "checksum 3": from here on')
+        assert meaning in warning
+    older = saved_by(config).model_copy(update={"data": {}})  # of a version that noted none
+    assert resume_warnings(older, config, DATA) == []

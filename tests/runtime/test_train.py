@@ -35,9 +35,10 @@ from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.inputs import Inputs, open_text
 from picotron_min.runtime.reporter import warnings_of
+from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import State, make_config, make_training, run_steps
-from tests.runtime.test_metadata import saved_by
+from tests.runtime.test_metadata import DATA, saved_by
 from tests.training import Training, open_data, with_autograd
 from tests.workplace import (
     ROOT,
@@ -236,7 +237,9 @@ def test_max_tokens_is_reached_after_the_steps_that_see_so_many(first, seen, tok
 def test_a_resumed_run_warns_of_what_is_other_than_expected(first, last, sections, expected):
     config, start = Config(**sections), Path("runs/step-00000006")
     same = {"config": config, "metadata": saved_by(Config()), "model_config": resolve_model(config)}
-    same |= {"weights": None, "start": start}
+    text = TokenFile(np.zeros(99, np.uint16), None, 1)
+    same |= {"weights": None, "start": start, "data": DATA, "text": text}
+    same |= {"batches": SimpleNamespace(num_sequences=9, global_batch=8)}
     warnings = list(warnings_of(SimpleNamespace(first_step=first, last_step=last, **same)))
     assert len(warnings) == (expected is not None)
     assert not expected or warnings[0].startswith(expected)
