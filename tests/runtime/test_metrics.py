@@ -98,6 +98,13 @@ def test_other_ranks_write_nothing_and_import_no_wandb(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def fake_wandb(mode, login, init):
+    settings = SimpleNamespace(settings=SimpleNamespace(mode=mode))
+    return SimpleNamespace(
+        setup=lambda: settings, login=login, init=init, Error=KeyError, teardown=lambda: None
+    )
+
+
 @pytest.mark.parametrize(
     ("mode", "key", "used"),
     [
@@ -119,11 +126,7 @@ def test_wandb_is_online_only_when_logged_in_and_gets_the_same_records(
     run = SimpleNamespace(
         log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("end")
     )
-    fake = SimpleNamespace(
-        setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode=mode)),
-        login=login,
-        init=lambda **options: calls.append(options) or run,
-    )
+    fake = fake_wandb(mode, login, lambda **options: calls.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     log = MetricsLog(tmp_path / "m.jsonl", wandb_options={"project": "p"})
     log.write(replace(RECORD, loss=math.nan))
@@ -133,3 +136,20 @@ def test_wandb_is_online_only_when_logged_in_and_gets_the_same_records(
     assert options == {"mode": used, "project": "p"} and end == "end"
     (written,) = read(tmp_path / "m.jsonl")
     assert {"step": step} | values == {k: v for k, v in written.items() if v is not None}
+
+
+def test_a_server_of_wandb_that_refuses_leaves_the_run_offline(monkeypatch, capsys, tmp_path):
+    modes = []
+
+    def init(mode, project):
+        modes.append(mode)
+        if mode == "online":
+            raise KeyError("error 401: permission denied")
+
+    fake = fake_wandb("online", lambda **_: True, init)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    MetricsLog(tmp_path / "m.jsonl", wandb_options={"project": "p"})
+    assert modes == ["online", "offline"]
+    assert "('error 401: permission denied'): recorded as with WANDB_MODE=offline" in (
+        capsys.readouterr().out
+    )

@@ -26,11 +26,14 @@ from picotron_min.runtime import failures, inputs, processes, reporter, saver
 from picotron_min.runtime.config_file import load_config
 from picotron_min.runtime.failures import monitored
 from picotron_min.runtime.launch import (
+    OTHER_LAUNCHERS,
     Launch,
     choose_backend,
     exit_on_usage_error,
+    in_words,
     open_communicators,
     open_process_group,
+    set_environment,
     torchrun_launch,
 )
 from picotron_min.runtime.processes import start_processes
@@ -361,6 +364,28 @@ def test_a_launchers_variables_are_checked(monkeypatch, rank, missing):
     assert missing in str(raised.value)
 
 
+@pytest.mark.parametrize("variable,launcher", OTHER_LAUNCHERS.items())
+def test_a_launcher_that_is_not_torchrun_is_told_of_it(monkeypatch, variable, launcher):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(variable, "1")
+    assert torchrun_launch() is None
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(ValueError, match=rf"^{launcher} has .* 2 times .*let it run  torchrun "):
+        torchrun_launch()
+
+
+def test_a_network_interface_of_another_machine_is_refused(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib0")
+    with pytest.raises(ValueError, match=r"^GLOO_SOCKET_IFNAME=lo,ib0: .* ib0"):
+        set_environment()
+
+
+def test_a_name_that_the_locale_cannot_write_is_refused_with_the_remedy():
+    with pytest.raises(UnicodeEncodeError) as error:
+        "größe".encode("ascii")
+    assert in_words(error.value).endswith("'größe' cannot be written: set PYTHONUTF8=1")
+
+
 def communicators_opened() -> list[tuple]:
     """Which groups and pairs this rank makes a communicator for, in order."""
     axes, opened = build_axes(torch.device("cpu"), Layout(pp=4, tp=2)), []
@@ -492,6 +517,35 @@ def test_after_sigterm_a_run_saves_and_a_resumed_run_equals_the_unbroken_one(
     config = workplace.config(name, checkpoint={"load_path": "latest"})
     assert workplace.main(config).code == 0
     assert numbers(workplace.steps(name)) == whole
+
+
+def sigterm_while_rank_1_builds_its_model() -> None:
+    def waits(*_):
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(30)
+
+    train.build_model = waits
+
+
+def test_sigterm_before_the_first_step_ends_well(workplace):
+    config = workplace.config("early", distributed={"timeout_seconds": 20})
+    stopped = workplace.main(config, sigterm_while_rank_1_builds_its_model)
+    assert stopped.code == 0 and "Traceback" not in stopped.output
+    assert stopped.output.count("stopped by SIGTERM before the first step: nothing was") == 1
+    assert workplace.files("early") == []
+    # Under torchrun each rank gets it, and rank 0 prints; so does a parent that still imports.
+    for rank in ("0", "1"):
+        code = "from picotron_min.runtime.launch import *; begin_process(); print(1, flush=True);"
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", f"{code} time.sleep(30)"],
+            env=os.environ | {"RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        waiting.stdout.readline()
+        waiting.terminate()
+        words = waiting.communicate(timeout=20)[1].decode()
+        assert waiting.returncode == 0 and words.count("before the first step") == (rank == "0")
 
 
 def start(workplace: Workplace, name: str, interrupts) -> multiprocessing.Process:

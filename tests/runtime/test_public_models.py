@@ -156,12 +156,22 @@ def test_layers_without_experts_are_those_of_transformers(numbers):
 
 
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+
+
+def stretched(**changes):
+    return {"rope_scaling": LLAMA["rope_scaling"] | changes}
+
+
 REFUSED = {  # what this model does not compute, or nobody
     "llama": [
         ({"model_type": "mistral"}, "model_type='mistral' is not supported: only 'llama', 'mixtr"),
         ({"attention_bias": True}, "attention_bias=True is not supported: only False"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
         (YARN, "rope_type='yarn' is not supported: only 'default' or 'llama3'"),
+        (stretched(factor=0), "factor=0: must be greater than 0"),
+        (stretched(low_freq_factor=-1.0), "low_freq_factor=-1.0: must be greater than 0"),
+        (stretched(high_freq_factor=1.0), "low_freq_factor=1.0 must be below high_freq_factor=1.0"),
+        ({"rope_scaling": None, "rope_theta": 0.0}, "rope_theta=0.0: must be greater than 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1.0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
         (

@@ -102,18 +102,46 @@ def test_the_saved_bytes_tokenizer_gives_the_bytes_back(tmp_path):
     assert tokenizer.decode([65, 256], skip_special_tokens=True) == "A"
 
 
-def save_word_tokenizer(folder, words, **special):
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def save_word_tokenizer(folder, words, puts=None, **special):
+    """`puts` is a word put before each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel(words, "w0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if puts:
+        front = [(puts, words[puts])]
+        backend.post_processor = processors.TemplateProcessing(f"{puts} $A", None, front)
+        special["bos_token"] = puts
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
     return str(folder)
 
 
 def numbered(count):
     return {f"w{i}": i for i in range(count)}
+
+
+def test_a_text_that_has_the_end_of_text_token_is_counted(prepare, tmp_path):
+    tokenizer = save_word_tokenizer(tmp_path / "words", numbered(9), eos_token="w8")
+    path = write_jsonl(tmp_path / "a.jsonl", ["w1 w8 w2", "w3"])
+    file = prepare(path, tokenizer=tokenizer)
+    assert file.tokens.tolist() == [1, 8, 2, 8, 3, 8] and file.with_end_inside == 1
+    assert file.ends.tolist() == [4, 6]
+
+
+def test_a_tokenizer_shows_its_bos_and_a_checksum_of_its_rules(tmp_path):
+    """BOS may be put before a text, and then also be the end of the one before."""
+    words, special = numbered(9), {"eos_token": "w8"}
+    plain = load_tokenizer(save_word_tokenizer(tmp_path / "plain", words, **special))
+    assert plain.bos_token_id is None and not plain.puts_bos
+    puts = load_tokenizer(save_word_tokenizer(tmp_path / "bos", words, puts="w7", **special))
+    assert puts.bos_token_id == 7 and puts.puts_bos
+    same = load_tokenizer(save_word_tokenizer(tmp_path / "same", words, puts="w8", **special))
+    assert same.bos_token_id == 8 and not same.puts_bos  # as GPT-2's
+    other = load_tokenizer(save_word_tokenizer(tmp_path / "other", numbered(10), **special))
+    again = load_tokenizer(str(tmp_path / "plain"))
+    assert again.checksum == plain.checksum
+    assert len({t.checksum for t in (plain, puts, other, BytesTokenizer())}) == 4
 
 
 def test_ids_above_gaps_in_a_small_vocabulary_are_kept(prepare, tmp_path):

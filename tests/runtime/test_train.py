@@ -245,6 +245,18 @@ def test_a_resumed_run_warns_of_what_is_other_than_expected(first, last, section
     assert not expected or warnings[0].startswith(expected)
 
 
+def test_what_is_odd_about_a_text_is_said(workplace):
+    (workplace.folder / "odd").mkdir()
+    lines = "".join(json.dumps({"text": "the cat " * 13}) + "\n" for _ in range(2))
+    (workplace.folder / "odd/a.jsonl").write_text(lines)
+    (workplace.folder / "odd/README.md").touch()
+    outcome = workplace.main(workplace.config("odd", dataset={"name": "odd"}))
+    assert outcome.code == 0, outcome.output
+    few = "the text has 5 sequences to train on: each step of 8 sequences repeats some"
+    for part in ("1 file of other kinds in dataset.name not read: README.md", few):
+        assert f"warning: {part}\n" in outcome.output
+
+
 def test_torchrun_with_the_wrong_number_of_processes_prints_the_right_command(workplace):
     config = workplace.config("wrong", distributed={"dp_size": 3})
     wrong_run = workplace.main(config, partial(torchrun, *STANDALONE, "--nproc_per_node", "2"))
@@ -301,6 +313,14 @@ def test_a_run_that_diverges_stops_with_the_remedy(workplace, finite, message):
     assert saved == (["step-00000002"] if finite == 2 else []), "a skipped step was saved"
     norms = [record["grad_norm"] for record in workplace.steps(name)]
     assert norms[finite:] == [None, None] and None not in norms[:finite]
+
+
+def test_a_run_whose_steps_were_all_skipped_exports_nothing(workplace):
+    config = workplace.config("skipped", training={"total_train_steps": 2, "warmup_steps": 0})
+    outcome = workplace.main(config, partial(gradients_are_not_finite, 0))
+    assert outcome.code == 1 and "Done" not in outcome.output
+    assert "not finite in any step, so that nothing was learned: no model is" in outcome.output
+    assert workplace.files("skipped") == ["metrics.jsonl", "run.jsonl"]
 
 
 def test_a_model_whose_weights_are_not_finite_is_not_exported(workplace):
