@@ -24,6 +24,7 @@ from picotron_min.runtime.tokenizer import Tokenizer, tokenizer_files
 from picotron_min.runtime.wording import human
 
 VERSION = 4  # of what is written
+BATCH = 2**20  # characters that are encoded together
 
 
 class TokenFile(NamedTuple):
@@ -175,11 +176,10 @@ class Encoded(IterableDataset):
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    """About a million characters each."""
     batch, size = [], 0
     for text in filter(None, documents):  # an empty document would be a lone end-of-text
         batch.append(text)
-        if (size := size + len(text)) >= 2**20:
+        if (size := size + len(text)) >= BATCH:
             yield batch
             batch, size = [], 0
     if batch:

@@ -268,9 +268,18 @@ def test_options_choose_documents(prepare, tmp_path):
     assert prepare(path, text_column="body", num_samples=9).num_documents == 3
 
 
-def test_more_processes_make_the_same_stream(prepare, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 5)
-    assert prepare(path, num_proc=2).tokens.tolist() == STREAM * 5
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved dataset"])
+def test_more_processes_make_the_same_stream(kind, prepare, tmp_path, monkeypatch):
+    path = write_dataset(kind, tmp_path / "text")
+    monkeypatch.setattr(token_file, "BATCH", 1)  # so that each process has one
+    file = prepare(path, num_proc=2)
+    assert file.tokens.tolist() == STREAM and file.ends[-1] == len(STREAM)
+
+
+def test_a_cache_that_cannot_be_written_is_named(prepare, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"dataset.cache_dir=.*a.jsonl cannot be used .*another"):
+        prepare(path, cache_dir=str(path))
 
 
 def test_empty_documents_are_left_out(prepare, tmp_path):
