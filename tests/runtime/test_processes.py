@@ -532,7 +532,7 @@ def test_sigterm_before_the_first_step_ends_well(workplace):
     stopped = workplace.main(config, sigterm_while_rank_1_builds_its_model)
     assert stopped.code == 0 and "Traceback" not in stopped.output
     assert stopped.output.count("stopped by SIGTERM before the first step: nothing was") == 1
-    assert workplace.files("early") == []
+    assert {*workplace.files("early")} <= {"metrics.jsonl", "run.jsonl"}  # of rank 0, if it began
     # Under torchrun each rank gets it, and rank 0 prints; so does a parent that still imports.
     for rank in ("0", "1"):
         code = "from picotron_min.runtime.launch import *; begin_process(); print(1, flush=True);"
