@@ -18,45 +18,6 @@ from picotron_min.mesh import Axes
 from picotron_min.runtime.hub import hub_answers
 
 
-class Terminal:
-    """What this process prints to: a stream that never raises, as no run should end for its words.
-
-    A terminal goes away (EIO), its reader ends (EPIPE), the disk of a log is full (ENOSPC), or
-    letters are missing in an encoding: what cannot be written is left out.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None: closed at the start
-        self.stream.reconfigure(errors="backslashreplace")
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-
-def begin_process() -> None:
-    """Let no print end this process, and SIGTERM end it well: until a step there is no work."""
-    sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
-    signal.signal(signal.SIGTERM, _leave)
-
-
-def _leave(*_) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print_end(STOPPED_EARLY)
-    os._exit(0)
-
-
-STOPPED_EARLY = "stopped by SIGTERM before the first step: nothing was trained"
-
-
 class Launch(NamedTuple):
     """How this process was started."""
 
@@ -107,6 +68,45 @@ def print_end(message: str) -> None:
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # other launchers set RANK, too
     footer = "\n(What follows is torchrun's own report. The reason is above.)" * is_torchrun
     print(f"\n{message}{footer}\n", file=sys.stderr, flush=True)
+
+
+class Terminal:
+    """What this process prints to: a stream that never raises, as no run should end for its words.
+
+    A terminal goes away (EIO), its reader ends (EPIPE), the disk of a log is full (ENOSPC), or
+    letters are missing in an encoding: what cannot be written is left out.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None: closed at the start
+        self.stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def begin_process() -> None:
+    """Let no print end this process, and SIGTERM end it well: until a step there is no work."""
+    sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(*_) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print_end(STOPPED_EARLY)
+    os._exit(0)
+
+
+STOPPED_EARLY = "stopped by SIGTERM before the first step: nothing was trained"
 
 
 # What a user can mend. The text of an error of the last kind is "No module named 'wandb'".
