@@ -135,7 +135,7 @@ FILES = (*READERS, *COMPRESSION, ".npy", ".bin")
 
 def _on_hub(name: str) -> bool:
     """Whether a name can only be an id on the Hugging Face hub: owner/name, and nothing local."""
-    is_local = name.endswith(FILES) or os.path.exists(name)
+    is_local = name.endswith(FILES) or os.path.lexists(name)  # also a link to nothing
     return not is_local and bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name))
 
 

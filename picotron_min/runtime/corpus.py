@@ -12,6 +12,7 @@ read, whatever else it has. Each file of a folder is read, or listed as not read
 
 import io
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -48,13 +49,20 @@ def find_corpus(dataset: Dataset) -> Corpus:
         problem = f"subset_name={dataset.subset_name!r} is for the hub, but {path} is here"
         raise ValueError(f"{problem}: set dataset.subset_name to null")
     found = sorted(_walk(path)) if path.is_dir() else [path]
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return Corpus("saved", found, [])
+    is_saved = (path / "state.json").exists() and (path / "dataset_info.json").exists()
+    if is_saved or (path / "dataset_dict.json").exists():
+        rest = [file for file in found if file.suffix not in (".arrow", ".json")]
+        return Corpus("saved", found, [str(file.relative_to(path)) for file in rest])
     files = [file for file in found if _kind(file) and (file == path or not _is_hidden(file))]
+    names = {}  # a file may have two, and is read once
+    for file in files:
+        names.setdefault(os.path.realpath(file), file)
+    files = [*names.values()]
     examples = {READERS[_kind(file)]: str(file.relative_to(path)) for file in files}
     if not files:
-        kinds = f"{', '.join(READERS)}; these with {', '.join(COMPRESSION)}; ids in .npy or .bin"
-        raise ValueError(f"{path} is no dataset, nor a folder of one: use {kinds}")
+        kinds = f"{', '.join(READERS)}; these with {', '.join(COMPRESSION)}"
+        problem = f"{path} is no dataset, nor a folder of one: use {kinds}"
+        raise ValueError(f"{problem}; or one file of ids, .npy or .bin")
     if len(examples) > 1:
         mixed = f"{len(examples)} kinds of dataset ({', '.join(examples.values())})"
         raise ValueError(f"folder {path} mixes {mixed}: keep one kind in it")
@@ -86,7 +94,7 @@ def _kind(file: Path) -> str:
 
 def _suffixes(file: Path) -> list[str]:
     """[".jsonl", ".gz"]: of the file's own name, or else of the file that a link leads to."""
-    for path in (file, file.resolve()):
+    for path in (file, Path(os.path.realpath(file))):
         suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
         if suffixes[-1:] and suffixes[-1] not in COMPRESSION:
             del suffixes[:-1]  # "v1" of v1.jsonl
@@ -112,14 +120,14 @@ def _read_files(corpus: Corpus, column: str) -> Iterator[str]:
                 yield _text(row, column, place)
         except ModuleNotFoundError as error:
             raise ValueError(f"{file}: {_needs(error)}") from None
-        except (OSError, ValueError) as error:  # pyarrow's are among them
+        except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's are among them
             reason = "it is not text in UTF-8" if isinstance(error, UnicodeError) else error
             raise ValueError(f"cannot read {file}: {reason}: mend or remove it") from error
 
 
 def _read_text(file: Path, column: str) -> Rows:
     with _open(file) as stream:
-        yield "the file", {column: io.TextIOWrapper(stream, encoding="utf-8").read()}
+        yield "the file", {column: io.TextIOWrapper(stream, encoding="utf-8-sig").read()}
 
 
 def _read_json(file: Path, column: str) -> Rows:
@@ -136,7 +144,8 @@ def _read_json(file: Path, column: str) -> Rows:
 
 def _parse(content: bytes, place: str) -> object:
     try:
-        return json.loads(content.decode("utf-8-sig"))  # without the mark that some begin with
+        # Without the mark that some begin with; and an int has a limit of digits.
+        return json.loads(content.decode("utf-8-sig"), parse_int=float)
     except (ValueError, RecursionError) as error:
         form = "text in UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
         raise ValueError(f"{place} is not {form} ({error})") from error
@@ -146,8 +155,10 @@ def _read_parquet(file: Path, column: str) -> Rows:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as parquet:
-        names = parquet.schema_arrow.names
-        pages = parquet.iter_batches(1000, columns=[column] if column in names else names)
+        if column not in (schema := parquet.schema_arrow).names:
+            remedy = f"set dataset.text_column to one of text, of {schema.names}"
+            raise ValueError(f"it has no column {column!r}: {remedy}")
+        pages = parquet.iter_batches(1000, columns=[column])
         rows = chain.from_iterable(page.to_pylist() for page in pages)
         yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from picotron_min.checkpoint import load
 from picotron_min.runtime.config_checks import uses_hub
 from picotron_min.runtime.hugging_face import export_hf, write_card
-from picotron_min.runtime.launch import exit_on_usage_error, set_environment
+from picotron_min.runtime.launch import begin_process, exit_on_usage_error, set_environment
 from picotron_min.runtime.metadata import read_metadata
 from picotron_min.runtime.tokenizer import load_tokenizer
 
@@ -50,4 +50,5 @@ def _empty(shapes: dict[str, tuple], dtype: torch.dtype) -> dict[str, torch.Tens
 
 
 if __name__ == "__main__":
+    begin_process()
     main()

@@ -184,7 +184,7 @@ def write_card(folder: Path, rows: dict[str, str], tokenizer: Tokenizer) -> None
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""]
     lines += ["A language model trained with picotron-min.", "", "| what | |", "|---|---|"]
     lines += [f"| {key} | {value} |".replace("\n", " ") for key, value in rows.items()]
-    if tokenizer.puts_bos:
-        why = f"The tokenizer puts its BOS, id {tokenizer.bos_token_id}, before each text. Training"
-        lines += ["", f"{why} did not: call it with `add_special_tokens=False`."]
+    if any(tokenizer.adds):
+        adds = "The tokenizer puts ids {} before a text and {} behind it.".format(*tokenizer.adds)
+        lines += ["", f"{adds} Training did not: call it with `add_special_tokens=False`."]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

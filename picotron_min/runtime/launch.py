@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -79,7 +81,8 @@ class Terminal:
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115  None: closed at the start
-        self.stream.reconfigure(errors="backslashreplace")
+        if hasattr(self.stream, "reconfigure"):  # not in a notebook
+            self.stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -107,6 +110,16 @@ def _leave(*_) -> None:
 
 
 STOPPED_EARLY = "stopped by SIGTERM before the first step: nothing was trained"
+
+
+def exit_with_parent() -> None:
+    """Let this process end when the one that has forked it does, however that ends."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 # What a user can mend. The text of an error of the last kind is "No module named 'wandb'".

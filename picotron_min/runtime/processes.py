@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing import connection
@@ -29,6 +28,7 @@ from picotron_min.runtime.launch import (
     begin_process,
     compute_deterministically,
     exit_on_usage_error,
+    exit_with_parent,
     listen_on_loopback,
     print_end,
     set_allocator,
@@ -134,14 +134,9 @@ def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
     # A terminal sends Ctrl-C to all processes at once. The parent reports it and kills the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the parent
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    exit_with_parent()
     listen_on_loopback()
     main(launch)
-
-
-def _exit_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def _wait(ranks: list[ForkProcess]) -> tuple[int, int]:

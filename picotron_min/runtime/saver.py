@@ -112,7 +112,8 @@ class Saver:
         skipped = self.run.skipped
         if skipped.in_a_row and not skipped.has_learned:
             why = "the gradient was not finite in any step, so that nothing was learned"
-            raise FloatingPointError(f"{why}: no model is written. Start from other weights")
+            remedy = "Start from other weights, or from an earlier checkpoint"
+            raise FloatingPointError(f"{why}: no model is written. {remedy}")
         dtype = getattr(torch, inputs.config.model.dtype)
         weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
         parts = model.parts_of_whole(weights)

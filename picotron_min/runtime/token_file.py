@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.corpus import Corpus, find_corpus, open_documents
 from picotron_min.runtime.json_file import read_json, write_json
+from picotron_min.runtime.launch import exit_with_parent
 from picotron_min.runtime.ready_ids import open_ids
-from picotron_min.runtime.tokenizer import Tokenizer, tokenizer_files
+from picotron_min.runtime.tokenizer import Tokenizer
 from picotron_min.runtime.wording import human
 
 VERSION = 4  # of what is written
@@ -57,7 +58,7 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
     if os.path.isfile(config.dataset.name) and config.dataset.name.endswith((".npy", ".bin")):
         return _open_ids(config, tokenizer, vocab_size)
     corpus = find_corpus(config.dataset)
-    folder = Path(config.dataset.cache_dir, _cache_key(config, corpus.files))
+    folder = Path(config.dataset.cache_dir, _cache_key(config, tokenizer, corpus.files))
     try:
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -84,13 +85,13 @@ def _open_ids(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
     return TokenFile(tokens, None, len(ends), ends, checksum)
 
 
-def _cache_key(config: Config, files: list[Path]) -> str:
+def _cache_key(config: Config, tokenizer: Tokenizer, files: list[Path]) -> str:
     """Another one for a changed file; after a change on the hub, delete the cache by hand."""
     source = config.dataset.model_dump(include={"name", "subset_name", "split", "text_column"})
-    source |= {"num_samples": config.training.num_samples, "tokenizer": config.tokenizer}
-    parts = [VERSION, source]
-    for file in [*files, *tokenizer_files(config.tokenizer)]:
-        parts.append((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns))
+    parts = [VERSION, source, config.training.num_samples, tokenizer.checksum]
+    for file in files:
+        stat = file.stat()  # copies may keep the time of a change, but never that of the copy
+        parts.append((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -152,6 +153,7 @@ def _encoded(
     parts = Encoded(lambda: _batches(islice(documents(), num_samples)), tokenizer)
     # 1 would start a process. With a generator of its own it draws nothing from torch's.
     options = {"num_workers": num_proc, "multiprocessing_context": "fork"} if num_proc > 1 else {}
+    options |= {"worker_init_fn": lambda _: exit_with_parent()}
     options |= {"collate_fn": lambda part: part, "generator": torch.Generator()}
     for part in DataLoader(parts, batch_size=None, **options):
         if isinstance(part, ValueError):

@@ -14,7 +14,7 @@ class BytesTokenizer:
 
     vocab_size = 257  # the largest id + 1: vocabularies can have gaps
     eos_token_id = 256  # end of text, which separates documents
-    bos_token_id, puts_bos, checksum = None, False, "of bytes"  # as below
+    bos_token_id, adds, checksum = None, ([], []), "of bytes"  # as below
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, unsigned, with no special tokens added."""
@@ -72,12 +72,15 @@ class HuggingFaceTokenizer:
         self._tokenizer, self.eos_token_id = tokenizer, tokenizer.eos_token_id
         self.vocab_size = max(self.eos_token_id, *vocabulary.values()) + 1
         self.bos_token_id = tokenizer.bos_token_id
-        first = tokenizer("a")["input_ids"][:1]  # as its users call it
-        # Training puts no token before a text but the end of the one before.
-        self.puts_bos = first == [self.bos_token_id] != [self.eos_token_id]
         rules = getattr(tokenizer, "backend_tokenizer", None)
         rules = rules.to_str() if rules else str(sorted(vocabulary.items()))
+        rules += str(self.eos_token_id)
         self.checksum = f"{zlib.crc32(rules.encode()):08x}"  # to notice another one
+        # What its users get around a text, unless it is the end of the one before, as in training.
+        own, all_ids = self.encode(["a"])[0].tolist(), tokenizer("a")["input_ids"]
+        starts = (i for i in range(len(all_ids)) if all_ids[i : i + len(own)] == own)
+        before, behind = all_ids[: (at := next(starts, 0))], all_ids[at + len(own) :]
+        self.adds = [] if before == [self.eos_token_id] else before, behind
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         # verbose would warn of documents that are longer than the model's context.
@@ -94,13 +97,6 @@ Tokenizer = BytesTokenizer | HuggingFaceTokenizer
 def load_tokenizer(name: str) -> Tokenizer:
     """`bytes`, a local folder, a .json file of the `tokenizers` library, or a hub id."""
     return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
-
-
-def tokenizer_files(name: str) -> list[Path]:
-    """The local files that a tokenizer is read from."""
-    path = Path(_folder_or_file(name))
-    files = sorted(path.glob("*")) if os.path.isdir(path) else [path]
-    return [file for file in files if os.path.isfile(file)]
 
 
 def _folder_or_file(name: str) -> str:

@@ -43,6 +43,9 @@ def test_files_and_folders_behind_links_are_read(corpus, tmp_path):
     assert read(folder / "c.jsonl") == ["c"]
     (tmp_path / "plain").symlink_to("corpus/a.jsonl")  # a link without a suffix of its own
     assert read(tmp_path / "plain") == ["a"]
+    (folder / "again").symlink_to("../store/b")  # once is enough, or held-out text is trained on
+    found = find_corpus(Dataset(name=str(folder)))
+    assert found.not_read == ["b/b.jsonl"] and read(folder) == ["a", "b", "c"]
 
 
 def test_a_circle_of_links_and_a_link_to_nothing_are_refused(corpus):
@@ -94,9 +97,10 @@ def test_only_the_column_of_text_is_read(corpus):
     others = [{}, {"meta": None}, {"meta": {"url": "x"}}, {"meta": [1, "x"]}, {"n": float("nan")}]
     others += [{"n": 2**70}, {"text2": "\ud83d"}]
     files = {f"corpus/{i}.jsonl": rows(str(i), **other) for i, other in enumerate(others)}
+    files["corpus/9.jsonl"] = b'{"n": ' + b"1" * 5000 + b', "text": "10"}'
     files["corpus/7.jsonl"] = b'\xef\xbb\xbf{"n": 1, "text": "7"}\r\n\r\n'
     files["corpus/8.json"] = b' [{"text": "8"},\n {"text": "9"}]'
-    assert read(corpus(files)) == list("0123456789")
+    assert read(corpus(files)) == [*"0123456789", "10"]
 
 
 def test_of_parquet_only_the_column_of_text_is_read(tmp_path):
@@ -111,9 +115,18 @@ def test_of_parquet_only_the_column_of_text_is_read(tmp_path):
     }.items():
         parquet.write_table(pyarrow.table(columns), tmp_path / f"{name}.parquet")
     assert read(tmp_path) == ["a", "b", "c", "d", "c"]
-    message = r"c.parquet: row 1 has no text in column 'x' .*{'text': 'str', 'n': 'dict'}\)"
+    message = r"c.parquet: it has no column 'x': set dataset.text_column to .*\['text', 'n'\]"
     with pytest.raises(ValueError, match=message):
         read(tmp_path / "c.parquet", text_column="x")
+
+
+def test_what_lies_beside_a_saved_dataset_is_listed(tmp_path):
+    from datasets import Dataset as Saved
+
+    Saved.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
+    (tmp_path / "more.jsonl").write_bytes(rows("b"))
+    assert read(tmp_path) == ["a"]
+    assert find_corpus(Dataset(name=str(tmp_path))).not_read == ["more.jsonl"]
 
 
 def test_a_missing_package_is_named(corpus, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -133,11 +134,11 @@ def test_a_tokenizer_shows_its_bos_and_a_checksum_of_its_rules(tmp_path):
     """BOS may be put before a text, and then also be the end of the one before."""
     words, special = numbered(9), {"eos_token": "w8"}
     plain = load_tokenizer(save_word_tokenizer(tmp_path / "plain", words, **special))
-    assert plain.bos_token_id is None and not plain.puts_bos
+    assert plain.bos_token_id is None and plain.adds == ([], [])
     puts = load_tokenizer(save_word_tokenizer(tmp_path / "bos", words, puts="w7", **special))
-    assert puts.bos_token_id == 7 and puts.puts_bos
+    assert puts.bos_token_id == 7 and puts.adds == ([7], [])
     same = load_tokenizer(save_word_tokenizer(tmp_path / "same", words, puts="w8", **special))
-    assert same.bos_token_id == 8 and not same.puts_bos  # as GPT-2's
+    assert same.bos_token_id == 8 and same.adds == ([], [])  # as GPT-2's
     other = load_tokenizer(save_word_tokenizer(tmp_path / "other", numbered(10), **special))
     again = load_tokenizer(str(tmp_path / "plain"))
     assert again.checksum == plain.checksum
@@ -253,11 +254,10 @@ def test_the_standard_library_is_text_on_every_machine(prepare):
 def test_the_mask_of_documents_needs_ids_in_which_documents_end(prepare, tmp_path):
     np.save(path := tmp_path / "a.npy", np.array([1, 2, 256, 3], np.uint16))
     assert prepare(path, document_mask=True).ends.tolist() == [3, 4]
-    for ids in ([], [1, 2, 3]):
-        np.save(path, np.array(ids, np.uint16))
-        with pytest.raises(ValueError, match=r"a.npy has no end-of-text id 256: set dataset.tok"):
-            prepare(path, document_mask=True)
-        assert len(prepare(path).tokens) == len(ids)
+    np.save(path, np.array([1, 2, 3], np.uint16))
+    with pytest.raises(ValueError, match=r"a.npy has no end-of-text id 256: set dataset.tok"):
+        prepare(path, document_mask=True)
+    assert len(prepare(path).tokens) == 3
 
 
 def test_options_choose_documents(prepare, tmp_path):
@@ -274,6 +274,31 @@ def test_more_processes_make_the_same_stream(kind, prepare, tmp_path, monkeypatc
     monkeypatch.setattr(token_file, "BATCH", 1)  # so that each process has one
     file = prepare(path, num_proc=2)
     assert file.tokens.tolist() == STREAM and file.ends[-1] == len(STREAM)
+
+
+def never_ends(folder: Path, texts: list[str]) -> list:
+    (folder / str(os.getpid())).touch()
+    time.sleep(60)
+
+
+def test_processes_that_tokenise_end_with_the_one_that_started_them(prepare, tmp_path, monkeypatch):
+    path, seen = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "seen"
+    seen.mkdir()
+    monkeypatch.setattr(token_file, "BATCH", 1)
+    monkeypatch.setattr(BytesTokenizer, "encode", lambda _, texts: never_ends(seen, texts))
+    parent = multiprocessing.get_context("fork").Process(
+        target=prepare, args=[path], kwargs={"num_proc": 2}
+    )
+    parent.start()
+    deadline = time.monotonic() + 30
+    while len(pids := [int(file.name) for file in seen.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.join()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline + 10, "a process is left"
+        time.sleep(0.05)
 
 
 def test_a_cache_that_cannot_be_written_is_named(prepare, tmp_path):
@@ -297,7 +322,9 @@ def test_a_text_is_tokenised_once_and_again_when_it_changes(prepare, tmp_path, m
     prepare(path)
     assert prepare(path).tokens.tolist() == STREAM
     assert len(written) == 1
-    os.utime(path, ns=(0, 0))  # as long as before, but of another time
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes())  # as long as before
+    os.utime(path, ns=times)  # and of the same time, as copies can be
     prepare(path)
     assert len(written) == 2
     write_jsonl(path, ["other"])
@@ -372,9 +399,9 @@ MISTAKES = {  # what is on disk, the options, the message
     "a missing column": (
         {"a.jsonl": '{"body": "x", "n": 1}'},
         {},
-        r"line 1 has no text in .*'text' .set .*text_column to .* {'body': 'str', 'n': 'int'}",
+        r"line 1 has no text in .*'text' .set .*text_column to .* {'body': 'str', 'n': 'float'}",
     ),
-    "numbers for text": ({"a.jsonl": '{"text": 5}'}, {}, "no text in column .* {'text': 'int'}"),
+    "numbers for text": ({"a.jsonl": '{"text": 5}'}, {}, "no text in column .* {'text': 'float'}"),
     "a null": ({"a.jsonl": '{"text": "x"}\n{"text": null}'}, {}, "a.jsonl: line 2 has no text in"),
     "no object": (
         {"a.jsonl": '"x"'},
