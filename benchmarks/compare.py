@@ -3,7 +3,6 @@
     python benchmarks/compare.py                         every row
     python benchmarks/compare.py --rows dp2 tp2 --rounds 4
     python benchmarks/compare.py --rows dp2 --profile    where the time of each contender goes
-    python benchmarks/compare.py --picotron FOLDER       rows against a copy of picotron
 
 The contenders of a row train the same model from the same weights on the same tokens. They are
 alive in the same processes at the same time and take turns step by step, so that whatever else the
@@ -39,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, install
 
 from benchmarks.common import Done, check_same_work, facts, profile
 from benchmarks.ours import CPU, Build, Place, bound
-from benchmarks.rows import ROWS, WORK, Row, picotron_rows
+from benchmarks.rows import ROWS, WORK, Row
 from picotron_min.costs import parameter_count
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.mesh import build_axes
@@ -70,21 +69,17 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="only these")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contender")
-    parser.add_argument("--picotron", type=Path, metavar="FOLDER", help="its rows, of this copy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     parser.add_argument("--profile", action="store_true", help="only profile the rows")
     options = parser.parse_args(arguments)
-    if options.picotron and not (options.picotron / "picotron/model.py").exists():
-        parser.error(f"{options.picotron} is no copy of github.com/huggingface/picotron")
-    rows = picotron_rows(options.picotron.resolve()) if options.picotron else ROWS
-    if unknown := set(options.rows or ()).difference(rows):
-        parser.error(f"no row {', '.join(sorted(unknown))}: choose of {', '.join(rows)}")
+    if unknown := set(options.rows or ()).difference(ROWS):
+        parser.error(f"no row {', '.join(sorted(unknown))}: choose of {', '.join(ROWS)}")
     set_environment()
     known = facts_of(work)
     print("\n".join(f"{name:<13} {value}" for name, value in known.items()), flush=True)
     measured = []
-    for name in options.rows or rows:
-        row = rows[name]
+    for name in options.rows or ROWS:
+        row = ROWS[name]
         if options.profile:
             for who, build in row.contenders.items():
                 shown = run_ranks(row, work, lambda place, build=build: profile(build(place)))

@@ -4,12 +4,11 @@ A new row is an entry here, and a function in ours.py or peers.py for each new c
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from benchmarks import ours, peers, predecessor
+from benchmarks import ours, peers
 from picotron_min.loss import head_loss, stripe_loss
 
 # The step of most rows. About 8M parameters.
@@ -118,13 +117,3 @@ ROWS = {
     "documents": Row("attention to 2048 tokens: 8 documents against one", APART, {}, LONG),
     "loss-128k": Row("of 2048 tokens alone, against torch's cross_entropy", LOSSES, {}),
 }
-
-
-def picotron_rows(folder: Path) -> dict[str, Row]:
-    """Of --picotron; with the update that it has, which has other defaults and does not clip."""
-    both = OURS | {"picotron": partial(predecessor.picotron, folder=folder)}
-    same = {"weight_decay": 0.01, "betas": [0.9, 0.999], "grad_clip": None, "learning_rate": 1e-4}
-    layouts = {"picotron": {}, "picotron-dp2": DP2, "picotron-tp2": TP2, "picotron-cp2": CP2}
-    layouts |= {"picotron-afab": AFAB, "picotron-1f1b": ONE_F_ONE_B}
-    rows = {name: Row("against its step", both, d, same) for name, d in layouts.items()}
-    return rows | {"picotron-cp2-2048": Row("against its step", both, CP2, same | LONG)}
