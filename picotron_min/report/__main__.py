@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 from picotron_min.report.reading import read_run
-from picotron_min.report.runs_csv import write_runs
 
 PAGE = b"<!DOCTYPE html>"  # how every report begins
-MOST_RUNS = 18  # each has a line of its own: see COLOURS and DASHES of charts.py
 NO_MATPLOTLIB = 'the report needs matplotlib: run  pip install -e ".[report]"'
 
 
@@ -20,19 +18,15 @@ def main(arguments: list[str] | None = None) -> None:
         description="Make a page of what runs have recorded: one run's report, or a comparison.",
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="save_dir of a run")
-    where = "default: report.html in the folder; of several runs, in the working directory"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=where)
+    about = "default: report.html in the folder; of several runs, in the working directory"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about)
     given = parser.parse_args(arguments)
     folders = list(dict.fromkeys(given.folders))
     out = given.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     try:
         runs = [read_run(folder) for folder in folders]
-        write_runs(out.with_suffix(".csv"), runs)
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError(NO_MATPLOTLIB)
-        if len(runs) > MOST_RUNS:
-            problem = f"{len(runs)} folders need more kinds of lines than there are"
-            raise ValueError(f"{problem}: name at most {MOST_RUNS}")
         with out.open("a+b") as file:  # before anything is drawn
             file.seek(0)
             if not PAGE.startswith(file.read(len(PAGE))):
@@ -42,13 +36,14 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.pop("MPLBACKEND", None)  # a notebook's, which matplotlib may not know here
     # Only now, since importing matplotlib takes a second.
     from picotron_min.report.compare import comparison
-    from picotron_min.report.single import report
+    from picotron_min.report.one_run import report
 
     page = report(*runs) if len(runs) == 1 else comparison(runs)
     out.write_text(page, encoding="utf-8", errors="replace")  # a folder's name may be any bytes
-    for note in (note for run in runs for note in run.notes):
-        print(f"warning: {note}", file=sys.stderr)
-    print(f"wrote {out} and {out.with_suffix('.csv')}")
+    for run in runs:
+        for note in run.notes:
+            print(f"warning: {note}", file=sys.stderr)
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

@@ -1,76 +1,50 @@
-"""Pages of HTML from titles, tables and pictures: one file that opens anywhere, offline."""
+"""Pages: sections as plain data, and page.html, which makes them one file that opens offline."""
 
-from collections.abc import Iterable, Sequence
-from html import escape
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
-from string import Template
+from typing import NamedTuple
 
-from picotron_min.report.charts import COLOURS, DASHES
-
-
-class Cell(str):
-    """A number of a table as text; `data` also has it in full, for who wants to compute."""
-
-    data = ""
-
-    @classmethod
-    def of(cls, value: float | None, form: str) -> "Cell":
-        cell = cls("n/a" if value is None else format(value, form))
-        cell.data = "" if value is None else f' data-value="{value!r}"'
-        return cell
+from jinja2 import Environment, StrictUndefined
 
 
-def cells(form: str, *values: float | None) -> list[Cell]:
-    return [Cell.of(value, form) for value in values]
+class Picture(NamedTuple):
+    svg: str
+    caption: str = ""
+    is_wide: bool = False
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """The first column names its row. Wide tables scroll inside a box of their own."""
-    rows = list(rows)
-    # A title stands where its column's content does: numbers to the right.
-    columns = zip(head, next(iter(rows), head), strict=False)
-    top = "".join(f'<th scope="col"{_side(cell)}>{escape(name)}</th>' for name, cell in columns)
-    body = "\n".join(f"<tr>{_row(*row)}</tr>" for row in rows)
-    head = f"<thead><tr>{top}</tr></thead>" if top else ""
-    title = f'<p class="caption">{escape(caption)}</p>' if caption else ""
-    return f'{title}<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+class Table(NamedTuple):
+    """The first cell of a row names it; None is a number that is not known."""
+
+    columns: Sequence[str]  # titles
+    rows: Sequence[Sequence[str | float | None]]
+    caption: str = ""
 
 
-def _row(name: str, *cells: str) -> str:
-    pairs = ((_side(cell) + getattr(cell, "data", ""), escape(cell)) for cell in cells)
-    content = "".join(f"<td{attributes}>{text}</td>" for attributes, text in pairs)
-    return f'<th scope="row">{escape(name)}</th>{content}'
+class Section(NamedTuple):
+    """In this order on the page."""
+
+    title: str
+    facts: dict[str, str] | None = None  # name -> text
+    text: str = ""
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
 
 
-def _side(cell: str) -> str:
-    return ' class="number"' if isinstance(cell, Cell) else ""
-
-
-def section(title: str, *parts: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>\n{''.join(parts)}</section>"
-
-
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
-
-
-def legend(names: Sequence[str]) -> str:
-    """The line of each run, by which all charts of a comparison draw it."""
-    items = ""
-    for name, (dash, colour) in zip(names, product(DASHES, range(len(COLOURS))), strict=False):
-        style = f"border-top: 3px {dash} var(--series-{colour})"
-        items += f'<li><span class="line" style="{style}"></span> {escape(name)}</li>'
-    return f'<ul class="legend">{items}</ul>'
-
-
-def gallery(*figures: str) -> str:
-    return f'<div class="pictures">{"".join(figures)}</div>'
-
-
-def page(title: str, notes: Sequence[str], *sections: str) -> str:
-    """The whole document. Its policy keeps it from loading anything, even by a slip."""
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    content = f'<ul class="notes">{items}</ul>' * bool(notes) + "".join(sections)
+def render(title: str, notes: Sequence[str], sections: Sequence[Section]) -> str:
+    """The whole document; texts of a run are escaped, since they may hold any characters."""
+    frame = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    frame.filters["shown"] = shown
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return Template(template).substitute(title=escape(title), content=content)
+    return frame.from_string(template).render(title=title, notes=notes, sections=sections)
+
+
+def shown(value: str | float | None) -> str:
+    """Integers whole, others with five digits; the page has all digits in `data-value`."""
+    if value is None:
+        return "n/a"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:,.5g}"

@@ -4,10 +4,9 @@
     run.jsonl        settings, devices, what each rank sent            -> Run.starts, .ranks
     a trace          named by logging.trace_file                       -> Run.trace
 
-What is missing or damaged is left out, and noted in `Run.notes`.
+What is missing or damaged is left out, and `Run.notes` say so.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -61,17 +60,55 @@ def tokens_of(steps: Sequence[StepRecord]) -> float:
 
 def read_run(folder: Path) -> Run:
     """ValueError if the folder has no step of a run."""
-    notes = []
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: name the checkpoint.save_dir of a run")
-    starts, ranks = _read_run_log(folder / metrics.RUN_LOG, notes)
+    notes, log = [], folder / metrics.RUN_LOG
+    events = [*_parse_lines(log, _event, notes)] if log.is_file() else []
+    starts = [event for event in events if isinstance(event, Start)]
     if not starts:
-        notes.append(f"{folder / metrics.RUN_LOG} has no settings: only metrics.jsonl is shown")
+        notes.append(f"{log} has no settings: only metrics.jsonl is shown")
     config, model = (starts[-1].config, starts[-1].model) if starts else (None, None)
-    steps, all_steps, evaluations, saves = [], [], [], []
     path = _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: name the checkpoint.save_dir of a run")
+    records = _read_records(path, notes)
+    if not records[0]:
+        why = "; ".join(notes) or "the run ended before its first one"
+        raise ValueError(f"{folder} has no record of a step: {why}")
+    # What ranks measured before the latest start may be of another layout.
+    ranks = events[-1] if events and isinstance(events[-1], metrics.Ranks) else None
+    trace = config and _read_trace(config.logging.trace_file, folder, starts[-1], notes)
+    return Run(folder, *records, starts, config, model, ranks, trace, notes)
+
+
+def _find(name: str | None, folder: Path) -> Path | None:
+    """A file that the config names: where the run wrote it, or in the folder, if that was moved."""
+    places = [Path(name), folder / Path(name).name] if name else []
+    return next((path for path in places if path.is_file()), None)
+
+
+OBJECT = TypeAdapter(dict[str, object])
+
+
+def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) -> Iterator:
+    """What `parse` makes of each line; a note counts those that it refuses with ValueError."""
+    num_damaged = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                yield parse(OBJECT.validate_json(line))
+            except ValueError:  # such as a line that a kill has cut off
+                num_damaged += 1
+    if num_damaged:
+        notes.append(f"{path} has {counted(num_damaged, 'damaged line')}: left out")
+
+
+def _event(values: dict) -> Start | metrics.Ranks:
+    (key,) = values.keys() & metrics.EVENTS.keys()  # ValueError unless there is exactly one
+    return metrics.EVENTS[key].model_validate(values[key])
+
+
+def _read_records(path: Path, notes: list[str]) -> tuple[list, ...]:
+    """The steps that led to the last one and their validations; then all saves and all steps."""
+    steps, all_steps, evaluations, saves = [], [], [], []
     for record in _parse_lines(path, _record, notes):
         if isinstance(record, SaveRecord):
             saves.append(record)
@@ -87,76 +124,33 @@ def read_run(folder: Path) -> Run:
                     all_steps, saves = [], []
             steps.append(record)
             all_steps.append(record)
-    if not steps:
-        why = "; ".join(notes) or "the run ended before its first one"
-        raise ValueError(f"{folder} has no record of a step: {why}")
-    if ranks and config and len(ranks.ranks) != config.world_size:
-        count = f"{len(ranks.ranks)} of {counted(config.world_size, 'rank')}"
-        notes.append(f"{folder / metrics.RUN_LOG} has what {count} sent: it is left out")
-        ranks = None
-    trace = None
-    try:
-        trace = config and _read_trace(config.logging.trace_file, folder, starts[-1])
-    except (OSError, *UNREADABLE) as error:
-        notes.append(f"{config.logging.trace_file} is left out: {error}")
-    settings = starts, config, model
-    return Run(folder, steps, evaluations, saves, all_steps, *settings, ranks, trace, notes)
-
-
-def _find(name: str | None, folder: Path) -> Path | None:
-    """A file that the config names: where the run wrote it, or in the folder, if that was moved."""
-    places = [Path(name), folder / Path(name).name] if name else []
-    return next((path for path in places if path.is_file()), None)
-
-
-def _parse_lines(path: Path, parse: Callable[[dict], object], notes: list[str]) -> Iterator:
-    """What `parse` makes of each line; a note names the lines that it refuses."""
-    damaged = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield parse(json.loads(line))
-            except UNREADABLE:
-                damaged.append(number)
-    if damaged:
-        first = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
-        which = f"{counted(len(damaged), 'damaged line')} (number {first})"
-        notes.append(f"{path} has {which}: the report is made without")
+    return steps, evaluations, saves, all_steps
 
 
 KNOWN = {field.name for field in fields(StepRecord)}
 RECORDS = TypeAdapter(EvalRecord | SaveRecord | StepRecord)
-UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def _record(values: dict) -> StepRecord | EvalRecord | SaveRecord:
-    """A line of metrics.jsonl; one of UNREADABLE if it is damaged."""
-    measures = {name: values[name] for name in values.keys() - KNOWN}
+    measures = {name: values[name] for name in values.keys() - KNOWN}  # of extensions and others
     return RECORDS.validate_python(values | {"measures": measures})
 
 
-def _read_run_log(path: Path, notes: list[str]) -> tuple[list[Start], metrics.Ranks | None]:
-    events = [*_parse_lines(path, _event, notes)] if path.is_file() else []
-    starts = [event for event in events if isinstance(event, Start)]
-    # What ranks measured before the latest start may be of another layout.
-    return starts, events[-1] if events and isinstance(events[-1], metrics.Ranks) else None
-
-
-def _event(values: dict) -> Start | metrics.Ranks:
-    (key,) = values  # ValueError unless there is exactly one
-    return metrics.EVENTS[key].model_validate(values[key])
-
-
-def _read_trace(name: str | None, folder: Path, start: Start) -> MeasuredStep | None:
-    """The trace that the config names; OSError or one of UNREADABLE if it is not of this start."""
+def _read_trace(
+    name: str | None, folder: Path, start: Start, notes: list[str]
+) -> MeasuredStep | None:
+    """The trace that the config names; None, with a note, if it is not of this start."""
     if not name:
         return None
     path = _find(name, folder)
-    if path is None:
-        raise ValueError("it does not exist, and is written at the end")
-    trace = read_trace(str(path))
-    # A file of this name may be left from an earlier run, or have been replaced by a later one.
-    if trace.run_began != start.at.isoformat():
-        raise ValueError(f"it is of another run, that began {trace.run_began}")
-    plan_of_trace(trace.measured, trace.engine)  # ValueError if an action is missing
-    return trace
+    try:
+        if not path:
+            raise ValueError("it does not exist, and is written at the end")
+        trace = read_trace(str(path))
+        # A file of this name may be left from an earlier run, or be replaced by a later one.
+        if trace.run_began != start.at.isoformat():
+            raise ValueError(f"it is of another run, that began {trace.run_began}")
+        plan_of_trace(trace.measured, trace.engine)  # ValueError if an action is missing
+        return trace
+    except ValueError as error:
+        notes.append(f"{name} is left out: {error}")

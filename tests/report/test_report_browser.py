@@ -73,7 +73,7 @@ def page(tmp_path_factory) -> Path:
 def test_a_browser_shows_every_picture_and_reports_nothing(page, width, is_dark):
     measured, console = view(page, width, is_dark)
     assert console == []
-    assert len(measured["sizes"]) == 10 and measured["width"] == width
+    assert len(measured["sizes"]) == 7 and measured["width"] == width
     assert measured["sideways"] == 0, "only pictures and tables scroll, in their own boxes"
     ink, paper = ("rgb(232, 232, 238)", "rgb(22, 22, 26)")
     if not is_dark:

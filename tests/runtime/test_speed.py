@@ -1,20 +1,14 @@
 """The yardsticks of speed and memory."""
 
-import json
-import statistics
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.settings import ModelConfig, Workload
-from picotron_min.report.reading import read_run
-from picotron_min.report.single import header
 from picotron_min.runtime.hardware import common_flops_per_token
-from picotron_min.runtime.products import Products
 from picotron_min.runtime.speed import Speedometer, memory_gb, peak_flops
 
 
@@ -84,23 +78,3 @@ def test_both_definitions_of_mfu_are_measured():
     ours, common = (f(model_config, 128) for f in (model_flops_per_token, common_flops_per_token))
     assert measured["mfu"] / measured["mfu_common"] == pytest.approx(ours / common)
     assert measured["hfu"] == measured["mfu"] and measured["tokens_per_second_per_device"] == 500.0
-
-
-def count_products() -> None:
-    Products.seconds = lambda self: len(self.order) * 1e-4 * (1 + dist.get_rank())
-
-
-def test_a_run_says_how_far_it_is_from_its_products_alone(workplace):
-    """Of the rank whose products take longest, and of the median step."""
-    config = workplace.config("alone", logging={"log_bound": True}, checkpoint={"keep": 1})
-    outcome = workplace.main(config, count_products)
-    ranks = json.loads((workplace.folder / "runs/alone/run.jsonl").read_text().splitlines()[1])
-    alone = [rank["products_seconds"] for rank in ranks["ranks"]["ranks"]]
-    # Two micro-batches, each three products for seven linears in two layers and for the head, and
-    # attention forward and backward.
-    assert alone == pytest.approx([2 * (3 * (7 * 2 + 1) + 2 * 2) * x for x in (1e-4, 2e-4)])
-    steps = [record["step_seconds"] for record in workplace.steps("alone")]
-    share = max(alone) / statistics.median(steps)
-    said = f"bound       {share:.0%} of the speed that its products alone would allow"
-    assert said in outcome.output
-    assert said.split(maxsplit=1)[1] in header(read_run(workplace.folder / "runs/alone"))

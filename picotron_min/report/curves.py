@@ -1,0 +1,91 @@
+"""Curves: what a run recorded over its steps, and the losses of several runs in one plot.
+
+A plot has the name of its quantity in metrics.jsonl.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle, product
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from picotron_min.report.drawing import COLOURS, WIDE, picture
+from picotron_min.report.page import Picture
+from picotron_min.report.reading import Run
+
+# In this order; then whatever else steps have as numbers: extensions add measures of their own.
+UNITS = {
+    "loss": "nats a token",
+    "learning_rate": "",
+    "grad_norm": "before clipping",
+    "tokens_per_second": "tokens/s",
+    "mfu": "share of the peak",
+    "mfu_common": "share of the peak",
+    "watts": "W, mean of what is measured",
+    "load_imbalance": "fullest expert / mean",
+    "cp_imbalance": "busiest rank / mean",
+}
+DASHES = "-", "--", ":"  # with six colours, 18 kinds of lines; then they repeat
+
+
+def curves(run: Run) -> list[Picture]:
+    """A plot for each quantity that the run has recorded."""
+    steps, pictures = [vars(step) | step.measures for step in run.steps], []
+    others = sorted({name for step in run.steps for name in step.measures})
+    for name in dict.fromkeys([*UNITS, *others]):
+        values = [step.get(name) for step in steps]
+        if {type(value) for value in values} & {int, float}:  # not lists, a value for each layer
+            draw = partial(_draw_curve, run=run, name=name, values=values)
+            pictures.append(picture(draw, name))
+    return pictures
+
+
+def _draw_curve(figure: Figure, run: Run, name: str, values: list[float | None]) -> None:
+    axes, steps = _axes(figure, name, "step"), [step.step for step in run.steps]
+    style = {"color": COLOURS[0], "marker": "o" * (len(steps) == 1)}  # one point makes no line
+    axes.plot(steps, values, **style, alpha=0.35, linewidth=1)
+    if name != "learning_rate":  # smoothed it would lag behind the rate, which has no noise
+        values = smooth(values)
+    axes.plot(steps, values, **style, label="training")
+    if name == "loss" and run.evaluations:
+        validated = {record.step: record.val_loss for record in run.evaluations}
+        losses = [*validated.values()]
+        axes.plot([*validated], losses, color=COLOURS[1], marker="o", label="validation")
+        axes.legend()
+
+
+def _axes(figure: Figure, name: str, spent: str) -> Axes:
+    axes = figure.add_subplot(title=name, xlabel=spent, ylabel=UNITS.get(name, ""))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(axis="y")
+    return axes
+
+
+def losses_of(runs: Sequence[Run]) -> Picture:
+    """The losses of all runs over tokens: a step of one run may be larger than of another."""
+
+    def draw(figure: Figure) -> None:
+        axes, styles = _axes(figure, "loss", "tokens"), cycle(product(DASHES, COLOURS))
+        for number, (run, (dash, colour)) in enumerate(zip(runs, styles, strict=False), 1):
+            at = {step.step: step.tokens for step in run.steps}
+            losses, label = smooth([step.loss for step in run.steps]), f"run {number}"
+            axes.plot([*at.values()], losses, color=colour, linestyle=dash, label=label)
+            validated = {at[e.step]: e.val_loss for e in run.evaluations if e.step in at}
+            axes.plot([*validated], [*validated.values()], "o", color=colour)
+        figure.legend(loc="outside lower center", ncols=6)
+
+    caption = "Lines: training, smoothed. Points: validation."
+    return picture(draw, "loss", caption, (WIDE, 3.6))
+
+
+def smooth(values: Sequence[float | None]) -> list[float | None]:
+    """Means in which a value's weight halves every 2% of the steps; gaps stay out of them."""
+    keep, total, weight, means = 0.5 ** (1 / max(1.0, 0.02 * len(values))), 0.0, 0.0, []
+    for value in values:
+        if value is not None:
+            total, weight = keep * total + value, keep * weight + 1
+        # Without dividing by the weights so far, the first value would count as if it were many.
+        means.append(total / weight if weight else None)
+    return means
