@@ -1,4 +1,4 @@
-"""One run's page, section by section: what it was, how it went, where its ranks were."""
+"""One run's page: what it was, how it went, and what its ranks held, sent and computed."""
 
 from collections import Counter
 

@@ -53,18 +53,12 @@ class Page(HTMLParser):
 
     def rows(self, *head: str) -> dict[str, dict[str, tuple[float | None, str]]]:
         """The table with these columns: its rows by their first cell."""
-        for table in self.tables:
-            names = [text for _, text in table[0]] if table else []
-            if set(head) <= set(names):
-                pairs = (row for row in table[1:])
-                return {
-                    row[0][1]: {
-                        name: (value and float(value), text)
-                        for name, (value, text) in zip(names, row, strict=True)
-                    }
-                    for row in pairs
-                }
-        raise AssertionError(f"no table has {head}")
+        table = next(t for t in self.tables if set(head) <= {text for _, text in t[0]})
+        names, rows = [text for _, text in table[0]], {}
+        for row in table[1:]:
+            cells = [(value and float(value), text) for value, text in row]
+            rows[row[0][1]] = dict(zip(names, cells, strict=True))
+        return rows
 
     def facts(self) -> dict[str, str]:
         """The first table, of names and texts."""
