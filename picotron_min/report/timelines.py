@@ -1,9 +1,12 @@
 """Timelines: when each rank of a pipeline computes what, as planned and as measured.
 
-rank 0   F0 F1       B0 B1      a box is an action on a micro-batch; the ground, where there is
-rank 1      F0 B0 F1 B1         no box, is the bubble
+    rank 0   F0 F1       B0 B1      a box: an action on the micro-batch of this number
+    rank 1      F0 B0 F1 B1         no box: the bubble
+
+Both are drawn on one time scale, so that what the plan leaves out can be seen.
 """
 
+from functools import partial
 from statistics import fmean
 
 from matplotlib.axes import Axes
@@ -18,25 +21,27 @@ from picotron_min.report.page import Picture
 
 def timelines(named: dict[str, Timeline], unit: str, scale: float) -> Picture:
     """Timelines below each other, on one time scale; `scale` of a timeline's units are one."""
+    caption = "F: forward, B: backward, W: weight gradients. Paler: a rank's later layers."
+    draw = partial(draw_timelines, named, unit, scale)
+    return picture(draw, "The pipeline in time", caption, (WIDE, height_of(named)))
+
+
+def height_of(named: dict[str, Timeline]) -> float:
+    """In inches, of their picture."""
+    return 0.7 + sum(0.45 + 0.24 * timeline.num_ranks for timeline in named.values())
+
+
+def draw_timelines(named: dict[str, Timeline], unit: str, scale: float, figure: Figure) -> None:
     longest = max(timeline.makespan for timeline in named.values()) / scale
-    ranks = max(timeline.num_ranks for timeline in named.values())
-
-    def draw(figure: Figure) -> None:
-        all_axes = figure.subplots(len(named), sharex=True, squeeze=False)[:, 0]
-        for axes, (name, timeline) in zip(all_axes, named.items(), strict=True):
-            bubble = fmean(map(timeline.bubble, range(ranks)))
-            title = f"{name}: {timeline.makespan / scale:.4g} {unit}, bubble {bubble:.1%}"
-            axes.set(title=title, ylabel="rank", xlim=(0, longest), ylim=(ranks - 0.5, -0.5))
-            axes.set_yticks(range(ranks))
-            _draw_boxes(axes, timeline, scale)
-        axes.set_xlabel(f"time ({unit})")
-
-    caption = (
-        "F: forward of a micro-batch, B: backward, W: gradients of weights, where they are apart."
-    )
-    caption += " Paler: a later chunk of the rank's layers."
-    height = 0.7 + len(named) * (0.45 + 0.24 * ranks)  # inches
-    return picture(draw, "The pipeline in time", caption, (WIDE, height))
+    all_axes = figure.subplots(len(named), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, timeline) in zip(all_axes, named.items(), strict=True):
+        ranks = range(timeline.num_ranks)
+        bubble = fmean(map(timeline.bubble, ranks))
+        title = f"{name}: {timeline.makespan / scale:.4g} {unit}, bubble {bubble:.1%}"
+        axes.set(title=title, ylabel="rank", xlim=(0, longest))
+        axes.set(ylim=(len(ranks) - 0.5, -0.5), yticks=ranks)
+        _draw_boxes(axes, timeline, scale)
+    axes.set_xlabel(f"time ({unit})")
 
 
 def _draw_boxes(axes: Axes, timeline: Timeline, scale: float) -> None:
