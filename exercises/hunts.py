@@ -193,11 +193,12 @@ def first_wrong(hunt: Hunt, text: str) -> int:
     recipe = {"optimizer": run["optimizer"], "grad_clip": run["grad_clip"] or None}
     recipe["gradient_accumulation_steps"] = run["micro_batches"]
     with _changed(hunt):
-        from difference import __main__ as difference
+        from difference.report import run as compare
+        from difference.tiny import trial_of
         from picotron_min.runtime.config_file import parse_config
 
         config = parse_config({"distributed": sizes, "training": recipe})
-        return difference.run(difference.trial_of(config, steps=2, own_sizes=False))
+        return compare(trial_of(config, steps=2, own_sizes=False))
 
 
 def _take_answer(number: int, hunt: Hunt, answer: str) -> int:

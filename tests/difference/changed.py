@@ -1,4 +1,4 @@
-"""The command's answer about a course with changed lines, in a process of its own."""
+"""The command's answer about a course with a changed line, in a process of its own."""
 
 import contextlib
 import importlib
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from difference.__main__ import run
+from difference.report import run
 from difference.tiny import trial_of
 from picotron_min.runtime.config import Config
 
@@ -47,20 +47,19 @@ def _answer(pipe, config: Config, edit: Edit | None, before: Callable | None, st
     pipe.send((code, text.getvalue()))
 
 
-def by_names(text: str) -> str:
-    """An answer that names `picotron_min/mesh.py:57 build_axes` as mesh:build_axes."""
-    found = re.sub(r"(picotron_min/)?(\S+)\.py:\d+ (?=\S+$)", r"\2:", text, flags=re.M)
-    head, look, places = found.rpartition("look at")
-    return head + look + re.sub(r"\n +", ", ", places)
+def functions_in(text: str) -> list[str]:
+    """Those that an answer names: mesh:build_axes for `picotron_min/mesh.py:57 build_axes`."""
+    return [":".join(of) for of in re.findall(r"(\w+)\.py:\d+ (\S+)", text.partition("look at")[2])]
 
 
 def _change(file: str, old: str, new: str) -> None:
     """Give a module's functions their new code, wherever they have been imported."""
-    text = (ROOT / file).read_text()
+    path = ROOT / "picotron_min" / file
+    text = path.read_text()
     assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times, not once"
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    module = importlib.import_module(f"picotron_min.{file.removesuffix('.py').replace('/', '.')}")
     changed = dict(vars(module))
-    exec(compile(text.replace(old, new), str(ROOT / file), "exec"), changed)
+    exec(compile(text.replace(old, new), str(path), "exec"), changed)
     _swap(vars(module), changed, module.__name__)
 
 

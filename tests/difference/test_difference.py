@@ -1,24 +1,25 @@
-"""python -m difference: right layouts pass, and known mistakes are found, located and explained."""
+"""python -m difference: right layouts pass, and known mistakes are found, placed and explained."""
 
 import json
 import os
 import signal
-from functools import partial
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from difference.__main__ import main
-from difference.whole import group_of_one
-from picotron_min.collectives import Axis, all_gather
+from difference.taps import Notes
+from difference.tiny import kind_of_layer, tiny_model, trial_of
+from picotron_min.extensions.settings import Layout, ModelConfig
 from tests.assembled import make_config
-from tests.difference.changed import answer, by_names
-from tests.difference.extensions import EveryThird, Scaled, Shrinking, ZLoss, install
-from tests.pool import run_forked
+from tests.difference.changed import ROOT, answer, functions_in
 
-CORE = "picotron_min/"
 TIED = {"tie_word_embeddings": True}
 FURTHER = {"num_nextn_predict_layers": 2, "document_mask": True}
+EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "moe_router_bias_update_rate": 0.1}
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 RIGHT = {
     "1f1b": {"pp": 2, "micro_batches": 3},
     "zb_v": {"pp": 2, "micro_batches": 2, "engine": "zb_v", "chunks": 2, "model": TIED},
@@ -26,6 +27,8 @@ RIGHT = {
     "sharded": {"dp": 2, "micro_batches": 2, "sharding": "parameters", "optimizer": "adamw"},
     "muon": {"dp": 2, "tp": 2, "optimizer": "muon"},
     "further tokens": {"pp": 2, "cp": 2, "model": FURTHER},
+    "experts": {"dp": 2, "tp": 2, "ep": 2, "etp": 2, **EXPERTS},
+    "experts, balanced": {"cp": 2, "num_local_experts": 4, "moe_aux_loss_coeff": 0.1},
 }
 
 
@@ -35,45 +38,14 @@ def test_a_right_layout_is_right(options):
     assert code == 0 and text.startswith("ALL RIGHT"), text
 
 
-EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "moe_router_bias_update_rate": 0.1}
-
-
-def test_the_biases_of_routers_are_updated_in_the_one_process_too():
-    code, text = answer(make_config(dp=2, **EXPERTS))
-    assert code == 0 and text.startswith("ALL RIGHT"), text
-
-
-def gather_alone():
-    all_gather(torch.ones(1), Axis("tp", group_of_one(), torch.device("cpu")), dim=0)
-
-
-def test_a_forked_process_has_a_group_of_its_own():
-    gather_alone()
-    assert run_forked(gather_alone, count=1) == [0]  # it has no threads of the group above
-
-
-@pytest.mark.parametrize(
-    "kinds,options",
-    [
-        ((ZLoss, Scaled), {"tp": 2, "micro_batches": 2}),
-        ((EveryThird, Shrinking), {"cp": 2, "cp_engine": "ulysses"}),
-    ],
-)
-def test_right_extensions_are_right(kinds, options):
-    code, text = answer(make_config(**options), before=partial(install, *kinds))
-    assert code == 0 and text.startswith("ALL RIGHT"), text
-
-
-SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-# picotron's five known bugs, here: file, right line, wrong line, a layout that shows it, what is
-# said of it, and the function that is named.
+# A file, a right line, a wrong line, a layout that shows it, what is said, and a named function.
 KNOWN = [
     (
         "initialise.py",
         "parameter.data.copy_(whole[mine])",
         "parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))",
         {"tp": 2},
-        "initial model.embed_tokens.weight",
+        "initial weight of model.embed_tokens.weight  on tp 1 (rank 1)",
         "initialise:initialise",
     ),
     (
@@ -81,7 +53,7 @@ KNOWN = [
         'sums=("dp_cp",), is_hidden_matrix=True)',
         'sums=("dp",), is_hidden_matrix=True)',
         {"cp": 2},
-        "it is this rank's own part of a sum over cp: the sum is missing",
+        "rank 0: it is this rank's own part of a sum over cp: the sum is missing",
         "placement:_placement",
     ),
     (
@@ -97,7 +69,7 @@ KNOWN = [
         "return totals if self.axes.tp.rank == 0",
         "return totals if self.axes.tp.rank + self.axes.dp.rank == 0",
         {"dp": 2},
-        "rank 0: it is the part of dp 0 alone, 2 times",
+        "step 1, loss of the step  on all ranks",
         "parallelize:ParallelModel.counted_once",
     ),
     (
@@ -108,40 +80,21 @@ KNOWN = [
         "it is 0.5 (1/dp) times what it should be",
         "data_parallel:GradientBuckets.scale",
     ),
-]
-# And others: a gradient's part, a call, the row of an extension's rule, what a build sets, heads.
-KNOWN += [
     (
-        "tensor_parallel.py",
-        "first = ends.axis.rank * -(-V // ends.axis.size)",
-        "first = ends.axis.rank * (V // ends.axis.size)",
-        {"tp": 2},
-        "rank 0: tokens 15-27 have the rows of 16-28",
-        "tensor_parallel:cut_vocabulary",
+        "data.py",
+        "rows[:, self.positions + 1], self.positions)",
+        "rows[:, self.positions + 1], torch.arange(len(self.positions)))",
+        {"cp": 2},
+        "rank 1, micro-batch 0: positions 4-11 are those of 0-7",
+        "data:Batches._read",
     ),
     (
-        "collectives.py",
-        "for d in (distance, -distance))",
-        "for d in (-distance, distance))",
-        {"cp": 3},
-        "queries 4-7 see the keys 4-11, and should see 0-7; queries 16-19 see the keys 0-11 16-23,",
-        "look at      context_parallel:_RingAttention.forward, collectives:ring, ",
-    ),
-    (
-        "context_parallel.py",
-        "x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v)",
-        "x.repeat(1, repeats, 1, 1) for x in (k, v)",
-        {"cp": 2, "cp_engine": "ulysses", "model": SIX_HEADS},
-        "see the key heads 0 1 2 0 1 2, and should see 0 0 1 1 2 2",
-        "look at      context_parallel:UlyssesAttention.forward",
-    ),
-    (
-        "extensions/overlap/boundary.py",
-        "y, work = self.start_sum(add_products(xs, products))",
-        "y, work = self.start_sum(products[0](xs[0]))",
-        {"tp": 2},
-        "it is the part of linear gate_proj alone",
-        "look at      extensions/overlap/boundary:_Enter,",
+        "pipeline_parallel.py",
+        "x, end = self.live.pop((i, c))",
+        "_, (x, end) = self.live.popitem()",
+        {"pp": 2, "micro_batches": 2},
+        "rank 0, micro-batch 1: it is the tensor of micro-batch 0 of dp 0",
+        "pipeline_parallel:Pipeline._backward",
     ),
     (
         "tensor_parallel.py",
@@ -152,211 +105,164 @@ KNOWN += [
         "tensor_parallel:_between",
     ),
     (
-        "extensions/qk_norm/shape.py",
-        'sums=("dp_cp_tp",)',
-        'sums=("dp_cp",)',
-        {"tp": 2, "model": {"qk_norm": True}},
-        "it is this rank's own part of a sum over tp: the sum is missing",
-        "extensions/qk_norm/shape:norm_rows",
-    ),
-]
-# And positions in another order, what a stage keeps, an expert's gradient, documents.
-KNOWN += [
-    (
-        "collectives.py",
-        "tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0)",
-        "tensor.unflatten(dim, (-1, axis.size)).movedim(dim + 1, 0)",
-        {"tp": 2, "sequence_parallel": True},
-        "rank 0: positions 1-7 are those of 2 4 6 8 10 12 14",
-        "collectives:reduce_scatter",
-    ),
-    (
-        "pipeline_parallel.py",
-        "model.model.norm, model.lm_head = nn.Identity(), nn.Identity()",
-        "model.lm_head = nn.Identity()",
-        {"pp": 2},
-        "rank 1: it is model.norm of rank 0",
-        "look at      pipeline_parallel:keep_stage",
-    ),
-    (
-        "extensions/experts/mixture.py",
-        'copies=("edp",), sums=("edp",)',
-        'copies=("edp",), sums=("dp_cp",)',
-        {"dp": 2, "ep": 2, "num_local_experts": 4},
-        "it is added to the gradient of model.layers.0.mlp.experts.2.gate_proj.weight",
-        "look at      extensions/experts/mixture:expert_rows",
+        "extensions/overlap/boundary.py",
+        "collectives.start_all_reduce(y, self.axis)",
+        "collectives.start_all_reduce(y.clone(), self.axis)",
+        {"tp": 2},
+        "step 1, model.layers.0.self_attn  on all ranks",
+        "boundary:Boundary.start_sum",
     ),
     (
         "context_parallel.py",
         "out[:, :, rows], lse[:, :, rows] = merged",
         "out[:, :, rows], _ = merged",
         {"cp": 2},
-        "its backward has the log-sum-exp of each rank's own keys in place of all keys'",
-        "look at      attention:merge_blocks, context_parallel:_RingAttention,",
+        "gradient of model.layers.1.self_attn.core_attention.",
+        "context_parallel:_RingAttention.backward",
     ),
     (
-        "extensions/experts/dispatch.py",
-        "by_expert.sort(weights)",
-        "weights",
+        "context_parallel.py",
+        "x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v)",
+        "x.repeat(1, repeats, 1, 1) for x in (k, v)",
+        {"cp": 2, "cp_engine": "ulysses", "model": SIX_HEADS},
+        "step 1, model.layers.0.self_attn.core_attention  on all ranks",
+        "context_parallel:UlyssesAttention.forward",
+    ),
+    (
+        "extensions/experts/mixture.py",
+        'copies=("edp",), sums=("edp",)',
+        'copies=("edp",), sums=("dp_cp",)',
         {"dp": 2, "ep": 2, "num_local_experts": 4},
-        "tokens have other weights for their experts",
-        "look at      extensions/experts/dispatch:AllToAllDispatch.__call__,",
+        "summed gradient of model.layers.0.mlp.experts.0.gate_proj.weight",
+        "mixture:_placement",
     ),
     (
-        "extensions/optimizers/muon.py",
-        "math.sqrt(max(batch.shape))",
-        "math.sqrt(max(updates[0].shape))",
-        {"tp": 2, "optimizer": "muon"},
-        "step 1, weights of model.layers.0.mlp.gate_proj.weight",
-        "look at      extensions/optimizers/muon:Muon.step,",
+        "extensions/experts/moe.py",
+        "return F.pad(weights.flatten(), (0, 1))[self.order]",
+        "return weights.flatten()[: len(self.order)]",
+        {"num_local_experts": 4},  # one process mixes sequences, too, where it has several
+        "step 1, model.layers.0.mlp  on all ranks",
+        "moe:Pairs._collect",
     ),
-    (
-        "extensions/documents/rectangles.py",
-        "j * width + right), q == k",
-        "j * width + right), i == j",
-        {"cp": 2, "document_mask": True},
-        "rank 1: queries 4-7 of sequences 0-2 see the keys 0-3 with a causal mask, and should see",
-        "look at      extensions/documents/attention:_DocumentRing.forward",
-    ),
-]
-KNOWN += [  # And a plan that cannot run.
-    (
-        "pipeline_schedule.py",
-        "chunks, warmup=ranks - rank - 1)  #",
-        "chunks, warmup=ranks - rank - 1)[:-1]  #",
-        {"pp": 2, "micro_batches": 2},
-        "'B1' is missing",
-        "look at      pipeline_schedule:one_f_one_b, ",
-    ),
-]
-# And counts of experts; tokens further ahead: their targets, and a parameter of two ranks.
-KNOWN += [
     (
         "extensions/experts/router.py",
         "tokens = totals[router.layer, : self.num_experts]",
         "tokens = self.table[router.layer, : self.num_experts]",
         {"dp": 2, **EXPERTS},
-        "rank 1: it follows the tokens of dp 1 alone",
-        "look at      extensions/experts/router:RoutingCounts.update_biases",
-    ),
-    (
-        "extensions/experts/router.py",
-        "counts = self.sum_over_sequences(counts)",
-        "counts = counts + 0",
-        {"cp": 2, **EXPERTS, "moe_seq_aux_loss_coeff": 0.1},
-        "experts/router:Router._balance: counts is a part of a sum over cp; ",
-        "look at      extensions/experts/router:Router._balance, ",
-    ),
-    (
-        "extensions/multi_token/targets.py",
-        "rows[:, batches.positions + ahead]",
-        "rows[:, ahead : ahead + len(batches.positions)]",
-        {"cp": 2, "model": FURTHER},
-        "step 1, depth 2 of tokens",
-        "look at      extensions/multi_token/targets:look_ahead",
-    ),
-    (
-        "extensions/multi_token/shape.py",
-        "_replace(copies=axes, sums=axes)",
-        "_replace(sums=axes)",
-        {"pp": 2, "model": FURTHER},
-        "rank 0: its square counts the embeddings of pp 0 2 (pp) times",
-        "look at      extensions/multi_token/shape:depth_rows",
-    ),
-    (
-        "extensions/multi_token/shape.py",
-        'axes, name = ("dp_cp", "ends")',
-        'axes, name = ("dp_cp",)',
-        {"pp": 2, "model": FURTHER},
-        "it is this rank's own part of a sum over pp: the sum is missing",
-        "look at      placement:_placement, extensions/multi_token/shape:depth_rows",
+        ".mlp.gate.e_score_correction_bias  on dp ",
+        "router:RoutingCounts.update_biases",
     ),
 ]
 
 
 @pytest.mark.parametrize("file,right,wrong,options,said,function", KNOWN)
-def test_known_bugs_are_explained(file, right, wrong, options, said, function):
-    code, text = answer(make_config(**options), (CORE + file, right, wrong), steps=1)
-    named = by_names(text[text.rindex("look at") :])
-    assert code == 1 and said in text and function in named and ".arrived" not in named, text
+def test_a_known_mistake_is_found_and_its_function_is_named(
+    file, right, wrong, options, said, function
+):
+    code, text = answer(make_config(**options), (file, right, wrong), steps=1)
+    assert code == 1 and said in text and function in functions_in(text), text
+    assert len(functions_in(text)) <= 3
 
 
-@pytest.mark.parametrize(
-    "file,right,wrong,options,said,function",
-    [
-        (
-            "data.py",
-            "self.global_batch = self.dp_size * self",
-            "self.global_batch = self",
-            {"dp": 2, "micro_batches": 2},
-            "sequences 0-3 are those of 8-11 of the global batch of the step before",
-            "look at      data:Batches.__post_init__",
-        ),
-        (
-            "extensions/experts/router.py",
-            "tokens = totals[router.layer",
-            "tokens = self.table[router.layer",
-            {"dp": 2, **EXPERTS},
-            "step 1, biases of routers of model.layers.0.mlp.gate.e_score_correction_bias",
-            "look at      extensions/experts/router:RoutingCounts.update_biases",
-        ),
-    ],
-)
-def test_what_goes_wrong_between_steps_is_explained(file, right, wrong, options, said, function):
-    code, text = answer(make_config(**options), (CORE + file, right, wrong))
-    assert code == 1 and said in text and function in by_names(text), text
+def test_gradients_that_were_not_zeroed_are_found_in_the_second_step():
+    edit = "data_parallel.py", "bucket.gradients.zero_()", "pass"
+    code, text = answer(make_config(dp=2), edit)
+    assert code == 1 and "FIRST WRONG  step 2, summed gradient of" in text, text
 
 
-def kill_rank_1_in_step_2() -> None:
-    from difference import runs
+def test_a_plan_that_cannot_run_names_its_schedule():
+    edit = "pipeline_schedule.py", "ranks - rank - 1)  #", "ranks - rank - 1)[:-1]  #"
+    code, text = answer(make_config(pp=2, micro_batches=2), edit, steps=1)
+    assert code == 1 and "FAILED" in text and "'B1' is missing" in text
+    assert functions_in(text)[0] == "pipeline_schedule:one_f_one_b"
 
-    step = runs.Rank._step
 
-    def killed(rank, number: int) -> None:
-        if rank.here.rank == number == 1:
+def kill_rank_1_after_its_first_record() -> None:
+    note = Notes.note
+
+    def killed(notes, *what) -> None:
+        note(notes, *what)
+        if torch.distributed.get_rank():
             os.kill(os.getpid(), signal.SIGKILL)
-        step(rank, number)
 
-    runs.Rank._step = killed
-
-
-def test_what_a_killed_rank_has_recorded_is_compared():
-    code, text = answer(make_config(dp=2), before=kill_rank_1_in_step_2)
-    assert code == 1 and "FAILED       rank 1: it was killed" in text
-    assert "tensors that were recorded before are right" in text
+    Notes.note = killed
 
 
-def test_an_exception_names_its_place_and_functions():
-    edit = CORE + "data_parallel.py", "self.buckets[len(self.works) :]", "self.buckets"
-    code, text = answer(make_config(dp=2), edit, steps=1)  # each bucket is sent again
-    assert code == 1 and "zip() argument 2 is longer" in text
-    assert "look at      data_parallel:GradientBuckets.wait" in by_names(text)
+def test_what_a_killed_rank_has_noted_is_compared():
+    wrong = KNOWN[0][:3]
+    code, text = answer(make_config(tp=2), wrong, kill_rank_1_after_its_first_record)
+    assert code == 1 and "FIRST WRONG  step 1, initial weight of model.embed_tokens.weight" in text
+    assert "FAILED       rank 1: it ended with code -9" in text
+
+
+def written(folder, **distributed) -> str:
+    path = folder / "a.json"
+    path.write_text(json.dumps({"distributed": {"use_cpu": True, **distributed}}))
+    return str(path)
 
 
 def test_a_config_that_cannot_be_compared_is_refused(tmp_path, capsys):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"distributed": {"tp_size": 3, "use_cpu": True}}))
-    assert main(["--config", str(path)]) == 2
+    assert main(["--config", written(tmp_path, tp_size=3)]) == 2
     assert "tp_size=3" in capsys.readouterr().err
 
 
-def test_the_one_process_of_another_version_is_saved_and_compared_with(tmp_path, capsys):
-    files, right = (tmp_path / "a.json", tmp_path / "b.json"), tmp_path / "right"
-    for file, micro_batches in zip(files, (1, 2), strict=True):
-        config = make_config(micro_batches=micro_batches)
-        file.write_text(config.model_dump_json(by_alias=True))
-    command = ["--config", str(files[0]), "--steps", "1", "--right", str(right)]
-    assert main(command) == 0
-    of, saved = torch.load(right, weights_only=True)
-    saved[0, "loss", "loss", 0, 0] += 1
-    torch.save((of, saved), right)
-    assert main(command) == 1
-    assert "FIRST WRONG  step 1, loss" in capsys.readouterr().out
-    assert main(["--config", str(files[1]), "--right", str(right)]) == 2
-    assert "is of another config" in capsys.readouterr().err
-    torch.save((of, main), right)  # loading it would import and run what it names
-    assert main(command) == 2
-    assert "is no file that --right has written" in capsys.readouterr().err
-    for wrong in (tmp_path, tmp_path / "nowhere" / "right"):
-        assert main(["--config", str(files[1]), "--right", str(wrong)]) == 2
-        assert f"--right {wrong}: name a file" in capsys.readouterr().err
+def started(config: str, folder=ROOT) -> subprocess.Popen:
+    command = [sys.executable, "-m", "difference", "--config", config]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes)
+
+
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path):
+    process = started(written(tmp_path, dp_size=2))
+    assert process.stdout.readline().startswith("compared in float64")  # it trains now
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all its processes
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
+def test_a_course_that_cannot_be_imported_is_reported_in_one_line(tmp_path):
+    for name in ("difference", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    broken = tmp_path / "picotron_min"
+    broken.mkdir()
+    for text, said in (("def f(:\n", "SyntaxError"), ("import nothing_like_it\n", "nothing_like_")):
+        (broken / "__init__.py").write_text(text)
+        process = started("a.json", tmp_path)
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, out, error.count("\n")) == (2, "", 1)
+        assert f"{broken}/__init__.py:1" in error and said in error
+
+
+def test_a_kind_of_layer_that_the_tiny_model_lacks_is_refused(monkeypatch):
+    mixed = ModelConfig(61, 32, 48, 8, 4, 2, num_local_experts=4, mlp_only_layers=(1, 3))
+    tiny = tiny_model(mixed, Layout(pp=2))
+    kinds = [{kind_of_layer(model, i) for i in range(model.num_layers)} for model in (mixed, tiny)]
+    assert kinds[0] == kinds[1] and len(kinds[0]) == 2
+    of_layer = ModelConfig.mlp_shapes  # as if every eighth layer were of another kind
+
+    def with_eighth(model, layer):
+        return of_layer(model, layer) | ({"mlp.extra": (1,)} if layer == 7 else {})
+
+    monkeypatch.setattr(ModelConfig, "mlp_shapes", with_eighth)
+    with pytest.raises(ValueError, match=r"no layer of the kind of layer 7.*use --own-sizes"):
+        tiny_model(mixed, Layout())
+
+
+def test_the_tiny_model_has_the_heads_ratio_and_what_cp_does_not_divide():
+    found = {}
+    for heads, kv, cp in ((4, 2, 4), (32, 8, 2), (6, 3, 2), (8, 8, 2)):
+        model = tiny_model(ModelConfig(61, 8 * heads, 48, 8, heads, kv), ulysses(cp))
+        found[heads, kv, cp] = model.num_attention_heads, model.num_key_value_heads
+    right = {(4, 2, 4): (12, 6), (32, 8, 2): (16, 4), (6, 3, 2): (6, 3), (8, 8, 2): (4, 4)}
+    assert found == right
+
+
+def ulysses(cp: int) -> Layout:
+    return Layout(cp=cp, cp_engine="ulysses")
+
+
+def test_groups_of_experts_are_kept_and_what_is_switched_off_is_listed():
+    groups = {"num_local_experts": 8, "scoring_func": "sigmoid", "n_group": 4, "topk_group": 2}
+    trial = trial_of(make_config(dp=2, ep=2, dtype="bfloat16", **groups), 1, own_sizes=False)
+    assert (trial.model_config.num_local_experts, trial.model_config.n_group) == (4, 2)
+    assert trial.changes == ["dtype bfloat16"]

@@ -58,10 +58,10 @@ def test_hunt_4_begins_with_other_weights():
 TOLD = {
     6: (
         "pp=2,micro_batches=2",
-        "is the tensor of micro-batch 0, not of micro-batch 1",
+        "micro-batch 1: it is the tensor of micro-batch 0",
         "_backward",
     ),
-    7: ("cp=2", "positions 4-11 are rotated as if they were 0-7", "Batches._read"),
+    7: ("cp=2", "positions 4-11 are those of 0-7", "Batches._read"),
 }
 
 
