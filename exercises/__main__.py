@@ -118,7 +118,7 @@ def check(number: int, seed: int, solution: bool) -> int:
     exercise = catalogue.load(number)
     verdict = Sandbox().check(number, "solution" if solution else written(exercise), seed)
     print(show(exercise, verdict))
-    if verdict.mistake == "unknown" and not exercise.no_training:
+    if verdict.mistake == "unknown":
         print(f"Whether training differs, and where first: python -m exercises train {number:02}")
     if not solution:
         before = progress.read(number)
@@ -157,8 +157,6 @@ def hint(number: int) -> None:
 def train(number: int, config: Path, steps: int) -> int:
     """The real training with your version in it."""
     exercise = catalogue.load(number)
-    if exercise.no_training:
-        raise ValueError(f"exercise {number:02} is not for train: {exercise.no_training}")
     if not HAS_FORK:
         raise ValueError("train forks processes, which this system cannot: use Linux, macOS or WSL")
     path, settings = written(exercise), json.loads(config.read_text())

@@ -155,7 +155,6 @@ class Exercise:
         head = dict(line.split(": ", 1) for line in head.replace("\n  ", " ").splitlines())
         self.target = head["target"]  # "collectives:Shift.__init__"
         self.train = head.get("train", "")  # settings with which the real training uses it
-        self.no_training = head.get("no training", "")  # why, where no step calls the function
         # What is to be written; hints: what is wanted, with which names, how; what to remember.
         self.task, *marked = re.split(r"\n+(?=[?!] )", sheet)
         *self.hints, self.remember = [" ".join(text[2:].split()) for text in marked]

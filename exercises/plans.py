@@ -1,4 +1,4 @@
-"""Plans of a student's schedule, played by the course's simulator: for exercises 14, 17, 27."""
+"""Plans of a student's schedule, played by the course's simulator: for exercise 14."""
 
 from typing import Any
 

@@ -73,16 +73,15 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str, Any]:
+def run_cut(rank: Rank, case: Case, kind: str) -> dict[str, Any]:
     """What a rank has of the result and of all gradients; `kind` of boundary.
 
-    Marks "backward", and "weight gradients" where these are computed. With `split` they are left
-    for later, for the W of a pipeline's plan. All products are with copies of the weights, as in
-    bfloat16: a weight itself is another number.
+    Marks "backward", and "weight gradients" where these are computed. All
+    products are with copies of the weights, as in bfloat16: a weight itself is another number.
     """
     course, axis, n = rank.course, rank.axis("tp"), case.ranks
     queue = course.linear.WeightGradients()
-    queue.hold, queue.split = True, split
+    queue.hold = True
     queue.run_during_message = partial(rank.mark, "queue in forward")
     boundary = getattr(course.boundary, kind)(axis, queue)
     ends = course.tensor_parallel.Ends(axis, sequence_parallel=kind == "SequenceBoundary")
@@ -114,9 +113,6 @@ def run_cut(rank: Rank, case: Case, kind: str, split: bool = False) -> dict[str,
     rank.mark("backward")
     del queue.run_during_message  # from here on its own
     out.backward(upstream)
-    if split:
-        rank.mark("W")
-        queue.detach().run()
     results = {"output": out.detach(), "gradient of the input": mine.grad}
     results["what maximum returns"] = largest.item()
     if kind == "SequenceBoundary":  # memory is used again
