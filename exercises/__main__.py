@@ -15,7 +15,7 @@ from pathlib import Path
 
 from exercises import exercise as catalogue
 from exercises import progress
-from exercises.designs import design
+from exercises.design import design
 from exercises.exercise import FOLDER, GATES, Exercise, Verdict
 from exercises.grade import grade
 from exercises.gradescope import autograder
@@ -27,7 +27,7 @@ from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-TASKS = "4; to grade 4=20 for 20 points, hunt5, design1; default: all exercises, 10 points each"
+TASKS = "4; to grade 4=20 for 20 points, hunt2, design1; default: all exercises, 10 points each"
 IS_SET = {"action": "store_true"}
 OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
@@ -42,7 +42,6 @@ OPTIONS = {
     "--run": {"help": "measure this layout: dp=1,cp=2,optimizer=adamw"},
     "--difference": {"metavar": "RUN", "help": "name its first wrong tensor: docs/difference.md"},
     "--answer": {"metavar": "FILE:FUNCTION", "help": "where the mistake is"},
-    "--student": {"metavar": "NAME", "help": "draw one for this student"},
     "--one": {"type": Path, "metavar": "FILE", "help": "instead: a file, or a student's folder"},
     "--csv": {"type": Path, "default": Path("marks.csv"), "help": "the table; pages lie beside it"},
     "--json": {"type": Path, "help": "with --one: write results.json of Gradescope"},

@@ -27,7 +27,7 @@ except ImportError:  # Windows: a check has no limit there but its time
 import torch
 
 from exercises.checking import check, verdict_on
-from exercises.design_schedule import measure_schedule
+from exercises.design import measure_schedule
 from exercises.exercise import Verdict, load
 from exercises.outcome import failure_of, outcome_of_student
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS

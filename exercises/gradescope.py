@@ -38,8 +38,7 @@ PYTHONPATH=. /autograder/venv/bin/python -m exercises grade --one /autograder/su
 
 def autograder(zip: Path, seed: int, exercises: list[str]) -> None:
     """Write the zip for Gradescope: the whole course, with its answers, and how to run it."""
-    if "hunt 5" in [task.name for task in tasks_of(exercises, [])]:
-        raise ValueError("hunt 5 is a student's own, and Gradescope names none: use grade for it")
+    tasks_of(exercises, [])  # which may refuse them
     words = shlex.join(["--exercises", *exercises]) if exercises else ""
     scripts = {"setup.sh": SETUP, "run_autograder": RUN.format(seed=seed, exercises=words)}
     scripts["Dockerfile"] = DOCKERFILE

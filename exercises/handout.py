@@ -80,12 +80,12 @@ def files_in(names: list[str]) -> Iterator[str]:
 
 
 def pack(path: Path, chosen: list[Exercise]) -> None:
-    """The whole course; exercises that are not chosen lie apart, since hunts are drawn from all."""
+    """The whole course, but for exercises that are not chosen."""
     others = {p.name for n, p in files().items() if n not in [e.number for e in chosen]}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in files_in(PACKED):
-            is_other = name.removeprefix("exercises/") in others
-            archive.write(ROOT / name, name.replace("/", "/others/") if is_other else name)
+            if name.removeprefix("exercises/") not in others:
+                archive.write(ROOT / name, name)
 
 
 def _without_bodies(chosen: list[Exercise]) -> dict[str, str]:
@@ -116,7 +116,7 @@ def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
 
     yield "# For the teacher: answers\n\nKeep this file: students' trees do not have it.\n"
     yield "##" + (ROOT / "docs/answers.md").read_text().partition("##")[2]
-    yield "## Hunts\n\n5 is drawn for each student: marks.csv has its place.\n"
+    yield "## Hunts\n"
     for number, hunt in HUNTS.items():
         old = [f"- {line.strip()}" for line in hunt.old.splitlines()]
         yield f"{number}. {hunt.file}: {hunt.found}\n\n{_block(*old, f'+ {hunt.new}')}"

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from exercises import progress
 from exercises.exercise import FOLDER, ROOT, Case
 from exercises.hunt_sheets import SHEETS
-from exercises.marks import begin
 from exercises.source import Definition, first_line
 
 STEPS = 20
@@ -48,7 +47,6 @@ def _hunt_of(sheet: str) -> Hunt:
     return Hunt(file, story, tuple(runs.split()), tuple(by["?"]), *texts)
 
 
-DRAWN = 5  # another one for each student: drawn.py
 HUNTS = dict(zip((1, 2, 3, 4, 6, 7), map(_hunt_of, SHEETS.split("\n\n")), strict=True))
 ANSWER = "picotron_min/FILE.py:FUNCTION"
 SHEET = f'''\
@@ -59,20 +57,6 @@ REASON = ""
 '''
 
 
-def hunt_of(number: int, student: str | None) -> Hunt:
-    """A hunt by its number; ValueError if there is none."""
-    if number == DRAWN and student:
-        from exercises.drawn import drawn_hunt
-
-        return drawn_hunt(student)
-    if number == DRAWN:
-        raise ValueError(f"hunt {DRAWN} is drawn for each student: add --student NAME")
-    if number not in HUNTS:
-        numbers = ", ".join(map(str, sorted((*HUNTS, DRAWN))))
-        raise ValueError(f"there is no hunt {number}: use one of {numbers}")
-    return HUNTS[number]
-
-
 class Symptoms(NamedTuple):
     """What was measured in a run."""
 
@@ -80,12 +64,6 @@ class Symptoms(NamedTuple):
     norm: float  # of the gradient, in step 1
     sent: dict[str, int]  # bytes of rank 0 in a step, by axis
     apart: float  # the largest difference between weights that ranks should share
-
-    def distance(self, right: "Symptoms") -> float:
-        """How far the numbers, which are finite, are from the right ones; bytes do not count."""
-        pairs = zip((*self.losses, self.norm), (*right.losses, right.norm), strict=True)
-        far = max(abs(a / b - 1) for a, b in pairs)
-        return max(far, self.apart)
 
 
 def parse_run(text: str) -> dict[str, Any]:
@@ -158,25 +136,23 @@ def _train(rank, case: Case) -> dict[str, Any]:
     }
 
 
-def hunt(
-    number: int, run: str | None, difference: str | None, answer: str | None, student: str | None
-) -> int:
+def hunt(number: int, run: str | None, difference: str | None, answer: str | None) -> int:
     """A course with one wrong statement: find it from its symptoms."""
     parse_run(run or "")  # which may refuse it
-    if answer is not None:
-        place_of(answer)  # refused before a hunt is drawn, which takes long
-    change = hunt_of(number, student)
+    if number not in HUNTS:
+        raise ValueError(f"there is no hunt {number}: use one of {', '.join(map(str, HUNTS))}")
+    change = HUNTS[number]
     if answer is not None:
         return _take_answer(number, change, answer)
     if difference is not None:
         return first_wrong(change, difference)
     path = FOLDER / f"hunt_{number}.py"
-    begin(path, SHEET.format(number=number), student)
+    if not path.exists():
+        path.write_text(SHEET.format(number=number))
     print(f"{change.story}\n\nIt trains now, which takes up to half a minute.\n", flush=True)
     for line in table(change, (run,) if run else change.runs):
         print(line, flush=True)
     own = f"python -m exercises hunt {number}"
-    own += f" --student {student}" if student else ""
     print(f"\nMeasure others:  {own} --run dp=2,tp=2")
     print(f"First wrong tensor:  {own} --difference dp=2,tp=2")
     print(f"Answer:  {own} --answer {ANSWER}")

@@ -1,16 +1,14 @@
-"""The designs of exercises/: kept answers reach their marks, cheating ones get none."""
+"""Design 1: kept answers reach their marks, cheating ones get none."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from exercises import child, designs
-from exercises.design_layers import measure_layers, pipeline_of, splits_to_beat
-from exercises.design_layouts import JOBS, jobs_of, measure_layouts
-from exercises.design_schedule import TASK, measure_schedule
-from exercises.designs import measure, module_of
+from exercises import __main__ as commands
+from exercises import child, design
+from exercises.design import TASK, measure, measure_schedule
 from exercises.exercise import Verdict
-from exercises.marks import constant
+from exercises.sandbox import Sandbox
 from picotron_min import pipeline_schedule
 from picotron_min.extensions.schedules import interleaved
 
@@ -63,71 +61,19 @@ def test_a_schedule_that_cheats_gets_no_marks(change, problem):
 
 
 @pytest.mark.parametrize(
-    ("layers", "marks"),
-    [([4, 4, 4, 4], 0), ([5, 5, 5, 1], 1), ([5, 4, 6, 1], 2), ([6, 4, 5, 1], 3), ([6, 4, 5], 0)],
-)
-def test_layers_get_marks_by_the_time_of_a_step(layers, marks):
-    assert measure_layers(layers).marks == marks
-
-
-def test_numbers_of_designs_are_drawn_for_a_student_and_read_from_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(designs, "FOLDER", tmp_path)
-    drawn = {name: pipeline_of(name) for name in ("alice", "bob")}
-    assert drawn["alice"] != drawn["bob"]
-    assert designs.design(2, "alice") == 0
-    with pytest.raises(ValueError, match="was drawn for alice: delete it"):
-        designs.design(2, "bob")
-    path, own = tmp_path / "design_2.py", drawn["alice"]
-    text = path.read_text()
-    assert f"Rank {own.slow_rank} takes {own.slower} of" in text and "STUDENT = 'alice'" in text
-    best = splits_to_beat(own)[2]
-    path.write_text(text.replace("[4, 4, 4, 4]", str(best)))
-    assert measure(2, path).marks == 3
-    assert jobs_of(None) is JOBS and jobs_of("alice") != JOBS
-    assert "{" not in module_of(3).task_of(None).partition("LAYOUTS")[0]
-
-
-@pytest.mark.parametrize(
-    ("layout", "marks", "text"),
-    [
-        ({"cp": 2, "dp": 4, "sharding": "parameters"}, 3, "100.0%"),
-        ({"dp": 8}, 0, "does not fit"),
-        ({"depth": 8}, 0, "depth is not a choice"),
-        ({"cp": 3, "dp": 4}, 0, "does not fit"),
-    ],
-)
-def test_layouts_get_marks_by_the_planner(layout, marks, text):
-    found = measure_layouts({"one node": layout}, {"one node": JOBS["one node"]})
-    assert found.marks == marks and text in found.text
-
-
-def test_numbers_are_read_and_never_run(tmp_path):
-    for number, name in ((2, "PP_LAYERS"), (3, "LAYOUTS"), (3, "REASONS")):
-        path = tmp_path / f"design_{number}.py"
-        path.write_text(module_of(number).task_of(None))
-        assert constant(path, name)
-    path.write_text("LAYOUTS = print('run')")
-    with pytest.raises(ValueError, match="LAYOUTS must be plain"):
-        constant(path, "LAYOUTS")
-    with pytest.raises(ValueError, match="does not assign REASONS"):
-        constant(path, "REASONS")
-
-
-@pytest.mark.parametrize(
     ("mistake", "marks"), [("marks_3", 3), ("timeout", 0), ("marks_12", 0), ("marks_", 0)]
 )
-def test_marks_are_read_from_a_verdict(tmp_path, monkeypatch, mistake, marks):
+def test_marks_are_read_from_a_verdict(tmp_path, mistake, marks):
     verdict = Verdict(False, {}, mistake, "text")
     answers = SimpleNamespace(check=lambda *args: verdict)
-    monkeypatch.setattr(designs, "Sandbox", lambda: answers)
-    assert measure(1, tmp_path).marks == marks
+    assert measure(tmp_path, answers).marks == marks
 
 
 @pytest.mark.parametrize(("edit", "marks", "text"), [("return 1 / 0", 0, "ZeroDivisionError")])
 def test_a_schedule_runs_in_the_sandbox(tmp_path, edit, marks, text):
     path = tmp_path / "design_1.py"
     path.write_text(TASK.replace("return forwards + backwards", edit))
-    found = measure(1, path)
+    found = measure(path, Sandbox())
     assert found.marks == marks and text in found.text
 
 
@@ -138,3 +84,13 @@ def test_a_design_without_its_names_gets_no_marks(tmp_path, text, name):
     verdict = child._design(path)
     assert verdict.mistake == "marks_0"
     assert f"the file does not define {name}: it must, at the top level" in verdict.message
+
+
+def test_a_design_is_written_once_and_then_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(design, "FOLDER", tmp_path)
+    assert commands.main(["design", "1"]) == 0
+    assert (tmp_path / "design_1.py").read_text() == TASK
+    assert commands.main(["design", "1"]) == 1
+    assert "0 of 3 marks" in capsys.readouterr().out
+    assert commands.main(["design", "2"]) == 2
+    assert "there is no design 2: use 1" in capsys.readouterr().err

@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 
 from exercises import __main__ as commands
-from exercises import drawn, hunts, progress
-from exercises import exercise as catalogue
+from exercises import hunts, progress
 from exercises.hunts import HUNTS, judge, parse_run
 
 STEPS = 3
@@ -94,31 +93,6 @@ def test_an_answer_is_a_function_or_a_line_in_it(number):
         judge(hunt, f"{hunt.file}:{len(lines) + 1}")
 
 
-def test_a_student_draws_a_mistake_that_some_layouts_show(monkeypatch):
-    monkeypatch.setattr(drawn, "LAYOUTS", ("dp=1", "tp=2"))
-    right = [hunts.measure(None, run, drawn.STEPS) for run in drawn.LAYOUTS]
-    start, shift = catalogue.load(3), catalogue.load(4)
-    by_name = {m.name: (e, m) for e in (start, shift) for m in e.mistakes}
-    first = drawn._hunt_of(*by_name[start.mistakes[0].name])
-    assert first.file == "picotron_min/initialise.py" and first.found == start.mistakes[0].sentence
-    assert drawn._runs_that_show(first, right) == ("dp=1", "tp=2")
-    assert judge(first, f"{first.file}:initialise") == "right"
-    line = (hunts.ROOT / first.file).read_text().split("def initialise(")[0].count("\n") + 1
-    assert judge(first, f"{first.file}:{line}") == "right"
-    assert drawn._runs_that_show(first._replace(new="1 / 0"), right) == ()  # it crashes
-    assert drawn._runs_that_show(first._replace(new=first.old), right) == ()  # nothing to see
-    endless = (right[0], right[1]._replace(norm=float("inf")))
-    with monkeypatch.context() as patch:  # 20 steps of it would end with an error
-        patch.setattr(drawn, "measure", lambda hunt, run, steps: endless[run == "tp=2"])
-        assert drawn._runs_that_show(first, right) == ()
-    bytes_alone = right[0]._replace(sent={"dp": 1})
-    assert bytes_alone.distance(right[0]) == 0  # nothing that a student can find
-    with pytest.raises(ValueError, match="add --student NAME"):
-        hunts.hunt_of(hunts.DRAWN, None)
-    with pytest.raises(ValueError, match="use one of 1, 2, 3, 4, 5, 6, 7"):
-        hunts.hunt_of(9, None)
-
-
 def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(progress, "FILE", tmp_path / "progress.json")
     for hint in (1, 2, 3, 3):
@@ -145,3 +119,8 @@ def test_a_run_that_cannot_be_measured_is_refused_with_the_numbers(run, message,
     assert not shown.out and message in shown.err
     with pytest.raises(ValueError, match=message):
         parse_run(run)
+
+
+def test_a_hunt_that_is_not_there_is_refused_with_those_that_are(capsys):
+    assert commands.main(["hunt", "5"]) == 2
+    assert "there is no hunt 5: use one of 1, 2, 3, 4, 6, 7" in capsys.readouterr().err
