@@ -19,7 +19,6 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
-from exercises.copies import flag_copies
 from exercises.design import measure
 from exercises.exercise import GATES, constant, files, load
 from exercises.hunts import ANSWER, HUNTS, judge
@@ -28,7 +27,7 @@ from exercises.sandbox import WARNING, Sandbox, is_plain
 # A line of the table, as it is where nothing was handed in. Place and sentence are of the
 # mistake that a hunt has: for the teacher alone. The page has `message`, and the table has not.
 ROW = {"student": "", "exercise": "", "points": 0, "of": 0, "passed": 0, **dict.fromkeys(GATES, "")}
-ROW |= {"mistake": "", "flags": "", "seconds": 0, "place": "", "sentence": "", "message": ""}
+ROW |= {"mistake": "", "seconds": 0, "place": "", "sentence": "", "message": ""}
 POINTS = 10  # of an exercise, where nothing else is given
 OTHERS = {"design": [1], "hunt": [*HUNTS]}  # by number
 Row = dict[str, Any]
@@ -124,7 +123,6 @@ def grade_class(
     print(WARNING)
     try:
         check_all(sandbox, tasks, seed, jobs, rows)
-        flag_copies(rows, tasks)
     finally:  # what is done stays, if this is ended
         with table.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, [*ROW][:-1], extrasaction="ignore")
@@ -265,10 +263,9 @@ def points_of(rows: list[Row]) -> str:
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
-    """What each student has passed, which files are missing, and what is flagged."""
+    """What each student has passed, and which files are missing."""
     for student, own in by_student(rows).items():
         passed = sum(row["passed"] for row in own)
         yield f"{student}: {passed} of {len(own)}, {points_of(own)} points"
         if missing := [row["exercise"] for row in own if row["mistake"] == "missing"]:
             yield f"    missing: {', '.join(missing)}"
-        yield from (f"    {row['exercise']}: {row['flags']}" for row in own if row["flags"])
