@@ -65,11 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments or ["list"]))
     try:
         return given.pop("function")(**given) or 0
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        print(f"{error}: run  pip install -e .  in {FOLDER.parent}", file=sys.stderr)
+    except Exception as error:
+        message = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            message += f": run  pip install -e .  in {FOLDER.parent}"
+        elif not isinstance(error, ValueError | OSError):
+            message = catalogue.course_problem(error)
+            if not message:
+                raise
+        print(message, file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # what ran has ended: see Sandbox and training.py
         print("\nstopped", file=sys.stderr)

@@ -24,12 +24,7 @@ try:
 except ImportError:  # Windows: a check has no limit there but its time
     resource = None
 
-import torch
-
-from exercises.checking import check, verdict_on
-from exercises.design import measure_schedule
-from exercises.exercise import Verdict, load
-from exercises.outcome import failure_of, outcome_of_student
+from exercises.exercise import Verdict, course_problem, load
 from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 from exercises.source import BadFile, parse_checked, solution
 from exercises.world import line_in
@@ -43,16 +38,12 @@ def serve() -> None:
     if sys.platform == "linux":  # what a check leaves behind becomes a child of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: (end_children(), os._exit(1)))
-    torch.set_num_threads(1)
-
-    @cache  # what a check of an exercise imports and computes once is there before it is forked
-    def prepare(number: str) -> None:
-        if number.isdecimal():  # else a design
-            check(load(int(number)), solution(load(int(number))), Path("solution"))
-
     for line in sys.stdin:
         *arguments, work, errors = json.loads(line)
-        prepare(arguments[0])
+        if problem := prepare(arguments[0]):
+            write(Verdict(False, {}, "course_at_fault", problem), arguments[-1])
+            print(0, flush=True)
+            continue
         if HAS_FORK and (pid := os.fork()):
             _, status = os.waitpid(pid, 0)
             with contextlib.suppress(OSError):  # all of its group have ended
@@ -71,6 +62,29 @@ def serve() -> None:
         finally:  # an error of this checker
             traceback.print_exc()
             os._exit(1)
+
+
+@cache
+def prepare(number: str) -> str:
+    """Import and compute once, before a fork, what a check needs; what is wrong with the course."""
+    try:
+        import torch
+
+        from exercises import design_marks  # noqa: F401
+        from exercises.checking import check
+
+        torch.set_num_threads(1)
+        if number.isdecimal():  # else a design
+            check(load(int(number)), solution(load(int(number))), Path("solution"))
+        return ""
+    except Exception as error:
+        if problem := course_problem(error):
+            return problem
+        raise
+
+
+def write(verdict: Verdict, path: str) -> None:
+    Path(path).write_text(json.dumps(verdict._asdict()))
 
 
 def end_children() -> None:
@@ -97,8 +111,7 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
 
     def finish(verdict: Verdict) -> None:
         once.acquire()  # never released: the first verdict is the only one
-        whole = verdict._replace(printed=printed.shown())
-        Path(verdict_path).write_text(json.dumps(whole._asdict()))
+        write(verdict._replace(printed=printed.shown()), verdict_path)
         os._exit(0)  # threads of a student may still run
 
     threading.Thread(target=_watch, args=(path, finish, has_ended), daemon=True).start()
@@ -107,6 +120,9 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
 
 def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) -> Verdict:
     """The verdict on a file; `has_ended` is set when no code of the student runs any more."""
+    from exercises.checking import verdict_on
+    from exercises.outcome import outcome_of_student
+
     exercise = load(int(number))
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
     outcome = outcome_of_student(exercise, text, path, seed)
@@ -115,7 +131,10 @@ def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) ->
 
 
 def _design(path: Path) -> Verdict:
-    """Design 1, the only one with code to run."""
+    """Design 1."""
+    from exercises.design_marks import measure_schedule
+    from exercises.outcome import failure_of
+
     names = {"__name__": "design"}
     try:
         code = compile(parse_checked(path.read_text(errors="replace")), str(path), "exec")

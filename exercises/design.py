@@ -4,18 +4,12 @@
 does: in a process of its own (sandbox.py).
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from exercises.exercise import FOLDER
 from exercises.sandbox import Sandbox
-from picotron_min.extensions.schedules.simulator import peak_live, simulate
-from picotron_min.pipeline_schedule import Action, Kind
-from picotron_min.runtime.draw import draw
 
-RANKS, MICRO_BATCHES, MOST_CHUNKS, MOST_ALIVE = 4, 8, 2, 4.0
-BUBBLES = (0.273, 0.20, 0.158)  # of one mark, two, three
 TASK = '''\
 """Design 1: a schedule for 4 ranks and 8 micro-batches.
 
@@ -60,40 +54,3 @@ def measure(path: Path, sandbox: Sandbox) -> Marks:
     verdict = sandbox.check("design", path)
     marks = {f"marks_{n}": n for n in range(4)}.get(verdict.mistake, 0)
     return Marks(marks, verdict.message, verdict.picture)
-
-
-def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
-    """Marks for a schedule function; whatever it raises is not caught here."""
-    if chunks not in range(1, MOST_CHUNKS + 1):
-        return Marks(0, f"CHUNKS = {chunks}: use 1 or {MOST_CHUNKS}")
-    sizes = RANKS, MICRO_BATCHES, chunks
-    try:
-        plans = [[parse_action(text) for text in schedule(r, *sizes)] for r in range(RANKS)]
-        if max(a.chunk for plan in plans for a in plan) >= chunks:
-            raise ValueError(f"CHUNKS = {chunks}, but the plan has chunks beyond them")
-        timeline = simulate(plans)
-    except ValueError as error:
-        return Marks(0, str(error))
-    bubble, late = timeline.bubble(0), simulate(plans, send_time=0.2).bubble(0)
-    alive = max(map(peak_live, plans)) / chunks
-    lines = [f"bubble {bubble:.1%}, at most {alive:g} micro-batches alive on a rank"]
-    lines.append(f"with messages of a fifth of a chunk's forward: bubble {late:.1%}")
-    if alive <= 5.5 and late <= 0.1974 and chunks > 1:
-        lines.append("bonus: these messages are hidden")
-    marks = sum(bubble <= limit + 5e-4 for limit in BUBBLES) if alive <= MOST_ALIVE else 0
-    if alive > MOST_ALIVE:
-        lines.append(f"no marks for the bubble: more than {MOST_ALIVE} alive")
-    elif marks < 3:
-        lines.append(f"the next mark: a bubble of at most {BUBBLES[marks]:.1%}")
-    else:
-        lines.append("best known: 15.8%, interleaved with one warm-up forward, not two, for each")
-        lines.append("rank behind. Our `interleaved` needs 5.5 alive, and hides messages for it.")
-    return Marks(marks, "\n".join(lines), draw(timeline))
-
-
-def parse_action(text: str) -> Action:
-    """F0.1 as an Action; ValueError for all else."""
-    number, _, chunk = str(text)[1:].partition(".")
-    if text[:1] not in ("F", "B") or not number.isdecimal() or not (chunk or "0").isdecimal():
-        raise ValueError(f"{text!r} is no action: use F0, B0, F0.1, B0.1")
-    return Action(Kind(text[0]), int(number), int(chunk or 0))

@@ -1,7 +1,7 @@
 """02 deal: no messages, arithmetic says who trains on what
 
 target: data:Batches._places
-train: distributed.dp_size=2 distributed.tp_size=1
+train: distributed.dp_size=2 distributed.tp_size=1 training.gradient_accumulation_steps=2
 
 Return the places in the global batch whose sequences this rank takes in a micro-batch, in order, as
 a numpy array. The global batch is laid out micro-batch by micro-batch; within one, rank by rank;

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import textwrap
+import traceback
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -237,3 +238,15 @@ def constant(path: Path, name: str) -> Any:
         problem = f"{path.name}: {name} must be plain numbers, texts, lists, dicts"
         raise ValueError(problem) from None
     raise ValueError(f"{path.name} does not assign {name}")
+
+
+def course_problem(error: Exception) -> str:
+    """Which file of the course cannot be imported, as a sentence; empty for any other error."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    file, line, is_import = last.filename, last.lineno, last.name == "<module>"
+    if isinstance(error, SyntaxError):
+        file, line, is_import = error.filename or "", error.lineno, True
+    if not is_import or not Path(file).is_relative_to(ROOT / "picotron_min"):
+        return ""
+    what = f"{type(error).__name__}: {getattr(error, 'msg', error)}"
+    return f"The course cannot be imported: {file}, line {line}: {what}"

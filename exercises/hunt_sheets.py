@@ -6,7 +6,7 @@ two are meant for the tool that docs/difference.md explains.
 
 SHEETS = """
 picotron_min/placement.py
-A user reports that context parallelism learns worse. Data parallelism is fine.
+A user reports that with context parallelism the loss is another one. Data parallelism is fine.
 dp=1,cp=1 dp=2,cp=1 dp=1,cp=2
 ? Ranks that should have the same weights have different ones. What makes them equal after a step?
 ? Their gradients are not summed over all ranks that see other tokens. Where is it decided over

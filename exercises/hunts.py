@@ -205,8 +205,12 @@ def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
 def place_of(answer: str) -> tuple[str, str]:
     """File and function of FILE:FUNCTION or FILE:LINE, behind which a name may stand."""
     file, _, place = answer.partition(" ")[0].rpartition(":")
-    if not (FOLDER.parent / file).is_file():
-        raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
+    if not (FOLDER.parent / file).is_file():  # perhaps a name without its folder
+        is_name = file and file == Path(file).name
+        there = [*(FOLDER.parent / "picotron_min").rglob(file)] if is_name else []
+        if len(there) != 1:
+            raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
+        file = there[0].relative_to(FOLDER.parent).as_posix()
     shown = (FOLDER.parent / file).read_text()
     if place.isdecimal():
         if not 1 <= int(place) <= (length := len(shown.splitlines())):

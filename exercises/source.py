@@ -60,7 +60,7 @@ def find(exercise: Exercise) -> Target:
 
 
 def target_in(source: str, qualified_name: str, path: Path) -> Target:
-    tree = ast.parse(source)
+    tree = ast.parse(source, str(path))
     node = lookup(tree, qualified_name)
     lines = source.splitlines()[(first := first_line(node)) - 1 : node.end_lineno]
     return Target(path, tree, node, first, textwrap.dedent("\n".join(lines)) + "\n")

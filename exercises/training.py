@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from exercises.exercise import ROOT, Exercise, load
+from exercises.exercise import ROOT, Exercise, course_problem, load
 from exercises.loading import import_with
 from exercises.source import parse, solution
 
@@ -29,7 +29,7 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
         course, yours = Path(folder, "course"), Path(folder, "yours")
         right = _losses(exercise, "solution", config, [steps], course, quiet=True)
         if not right:
-            print("The run with the course's own function fails, too: the config is at fault.")
+            print("The course's own function fails, too: the config or the course is at fault.")
             return False
         stops = stops_of(config, steps)
         halt = f", stopped and resumed after {stops[0]}" if len(stops) > 1 else ""
@@ -148,4 +148,9 @@ def main(number: str, file: str, config: str, command: str, *options: str) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except Exception as error:
+        if not (problem := course_problem(error)):
+            raise
+        sys.exit(problem)

@@ -5,6 +5,7 @@ import csv
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -594,6 +595,37 @@ def test_without_torch_one_line_names_the_remedy(words, tmp_path):
     remedy = f"No module named 'torch': run  pip install -e .  in {ROOT}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", remedy)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("x = 1\ndef (", "line 2: SyntaxError: invalid syntax"),
+        ("x = y", "line 1: NameError: name 'y' is not defined"),
+    ],
+)
+def test_a_course_that_cannot_be_imported_is_one_sentence(
+    text, problem, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(catalogue, "ROOT", tmp_path)
+    file = tmp_path / "picotron_min/mesh.py"
+    file.parent.mkdir()
+    file.write_text(text)
+
+    def imports(*_):
+        runpy.run_path(str(file))
+
+    monkeypatch.setattr(catalogue, "load", imports)
+    assert commands.main(["hint", "4"]) == 2
+    sentence = f"The course cannot be imported: {file}, {problem}"
+    assert capsys.readouterr().err == f"{sentence}\n"
+    monkeypatch.setattr("exercises.checking.check", imports)
+    monkeypatch.setattr(child, "load", int)
+    monkeypatch.setattr(child, "solution", str)
+    assert child.prepare.__wrapped__("4") == sentence
+    with pytest.raises(ZeroDivisionError) as found:
+        1 / 0  # noqa: B018
+    assert not catalogue.course_problem(found.value)
 
 
 FORKS = """

@@ -6,7 +6,8 @@ import pytest
 
 from exercises import __main__ as commands
 from exercises import child, design
-from exercises.design import TASK, measure, measure_schedule
+from exercises.design import TASK, measure
+from exercises.design_marks import measure_schedule
 from exercises.exercise import Verdict
 from exercises.sandbox import Sandbox
 from picotron_min import pipeline_schedule

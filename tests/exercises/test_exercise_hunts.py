@@ -86,9 +86,11 @@ def test_an_answer_is_a_function_or_a_line_in_it(number):
     for place in (line, start, name, f"{start} {name}"):  # the last as difference prints it
         assert judge(hunt, f"{hunt.file}:{place}") == "right"
     assert judge(hunt, f"{hunt.file}:1") == judge(hunt, f"{hunt.file}:other") == "file"
-    assert judge(hunt, "picotron_min/mesh.py:1") == "wrong"
-    with pytest.raises(ValueError, match="is no place"):
-        judge(hunt, "nowhere.py:1")
+    assert judge(hunt, "picotron_min/mesh.py:1") == judge(hunt, "mesh.py:1") == "wrong"
+    assert judge(hunt, f"{hunt.file.rpartition('/')[2]}:{name}") == "right"
+    for place in ("nowhere.py:1", "extension.py:1", ":1", "*.py:1"):  # there, or one of several
+        with pytest.raises(ValueError, match="is no place"):
+            judge(hunt, place)
     with pytest.raises(ValueError, match=f"{hunt.file} has {len(lines)}"):
         judge(hunt, f"{hunt.file}:{len(lines) + 1}")
 

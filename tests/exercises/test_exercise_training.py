@@ -124,7 +124,7 @@ def test_a_config_that_is_at_fault_ends_the_comparison(monkeypatch, capsys):
     monkeypatch.setattr(training, "_losses", fail)
     config = {"training": {"total_train_steps": 4}}
     assert not training.compare(catalogue.load(4), Path("mine.py"), config, 10)
-    assert runs == [[4]] and "the config is at fault" in capsys.readouterr().out
+    assert runs == [[4]] and "the config or the course is at fault" in capsys.readouterr().out
 
 
 def test_a_mistake_that_the_tiny_model_does_not_use_is_not_called_right(monkeypatch, capsys):
