@@ -29,6 +29,10 @@ from exercises.training import compare
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 TASKS = "4; to grade 4=20 for 20 points, hunt2, design1; default: all exercises, 10 points each"
 IS_SET = {"action": "store_true"}
+# Of four exercises each: docs/teaching.md has a page about each.
+UNITS = "a step, and its first message", "data parallelism and sharding", "tensor parallelism"
+UNITS += "pipelines, and the whole of a step", "long sequences", "experts, and eight bits"
+OF_UNIT = 4
 OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
     "folder": {"type": Path, "help": "what to write: outside of this one, and new"},
@@ -82,7 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def list_() -> None:
     """The exercises, and which are solved."""
+    unit = 0
     for number, path in catalogue.files().items():
+        if unit < (unit := 1 + (number - 1) // OF_UNIT):
+            print(f"{unit} {UNITS[unit - 1]}")
         done = progress.read(number)
         mark = "solved" if done["passed"] else f"{done['tries']} tries" if done["tries"] else ""
         print(f"{mark:>8}  {Exercise(path).title}")

@@ -1,4 +1,4 @@
-"""Attention the slow way, as a reference for exercises 20 and 21: each query head by itself."""
+"""Attention the slow way, as a reference for exercises 19 and 20: each query head by itself."""
 
 import torch
 from torch import Tensor

@@ -191,7 +191,7 @@ class Exercise:
         return config
 
     def seeded_cases(self, seed: int) -> list[Case]:
-        cases = self.cases(Dice(f"{seed} exercises.{self.stem}"))
+        cases = self.cases(Dice(f"{seed} {self.name}"))
         for case in cases:
             case.seed = seed
         return cases

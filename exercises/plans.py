@@ -1,4 +1,4 @@
-"""Plans of a student's schedule, played by the course's simulator: for exercise 14."""
+"""Plans of a student's schedule, played by the course's simulator: for exercise 13."""
 
 from typing import Any
 

@@ -112,7 +112,7 @@ def test_tasks_are_named_with_their_points(tmp_path):
     (tmp_path / "hunt_7.py").touch()
     (tmp_path / "hunt_8.py").touch()
     names = [task.name for task in tasks_of([], [tmp_path])]
-    assert names[0] == "01" and names[-3:] == ["32", "design 1", "hunt 7"]
+    assert names[0] == "01" and names[-3:] == ["24", "design 1", "hunt 7"]
 
 
 def test_the_zip_has_the_scripts_and_the_course(tmp_path):

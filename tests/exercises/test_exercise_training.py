@@ -29,7 +29,7 @@ from picotron_min.runtime.config_file import parse_config
 CONFIG = json.loads(Path(catalogue.FOLDER.parent, "config.json").read_text())
 
 
-@pytest.mark.parametrize("number", [2, 4, 10, 20])  # a method, a constructor, a class, a static one
+@pytest.mark.parametrize("number", [2, 4, 10, 19])  # a method, a constructor, a class, a static one
 def test_train_runs_the_function_of_the_student(number, tmp_path):
     exercise, path = catalogue.load(number), tmp_path / "student.py"
     *owners, name = exercise.qualified_name.split(".")
@@ -131,7 +131,7 @@ def test_a_mistake_that_the_tiny_model_does_not_use_is_not_called_right(monkeypa
     losses = iter(([5.5, 5.4], [5.5, 5.3]))
     monkeypatch.setattr(training, "_losses", lambda *args, **options: next(losses))
     monkeypatch.setattr(training, "_succeeds", lambda *args, **options: True)
-    assert not training.compare(catalogue.load(24), Path("mine.py"), {"training": {}}, 2)
+    assert not training.compare(catalogue.load(21), Path("mine.py"), {"training": {}}, 2)
     assert "No tensor is wrong there" in capsys.readouterr().out
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_loads_a_checkpoint_is_stopped_and_resumed(monkeypatch, capsy
         return True
 
     monkeypatch.setattr(training, "_succeeds", run)
-    resumes = catalogue.load(30)
+    resumes = catalogue.load(16)
     assert training.compare(resumes, Path("mine.py"), resumes.changed(CONFIG), 5)
     each_step = parse_config(configs[0]).tokens_per_step
     steps = [config["training"]["max_tokens"] / each_step for config in configs]

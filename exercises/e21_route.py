@@ -1,4 +1,4 @@
-"""24 route: the best experts of each token, and how much each counts
+"""21 route: the best experts of each token, and how much each counts
 
 target: extensions.experts.router:route
 train: model.num_local_experts=4 model.num_experts_per_tok=2

@@ -1,4 +1,4 @@
-"""16 alive: backward needs the graph, not the output
+"""14 alive: backward needs the graph, not the output
 
 target: pipeline_parallel:Pipeline._forward
 train: distributed.pp_size=2 distributed.tp_size=1

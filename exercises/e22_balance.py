@@ -1,4 +1,4 @@
-"""25 balance: experts are to be used alike, in a sequence, a batch or a step
+"""22 balance: experts are to be used alike, in a sequence, a batch or a step
 
 target: extensions.experts.router:Router._balance
 train: model.num_local_experts=4 model.num_experts_per_tok=2

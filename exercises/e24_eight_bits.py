@@ -1,4 +1,4 @@
-"""32 eight bits: round once, with a scale that all ranks share
+"""24 eight bits: round once, with a scale that all ranks share
 
 target: extensions.precision.float8:quantise
 train: model.dtype="bfloat16" model.fp8=true

@@ -1,4 +1,4 @@
-"""20 ring attention: keys go round, and the means of their blocks are merged
+"""19 ring attention: keys go round, and the means of their blocks are merged
 
 target: context_parallel:_RingAttention.forward
 train: distributed.cp_size=2 distributed.tp_size=1

@@ -1,4 +1,4 @@
-"""22 shard: gradients arrive, are summed, and each rank keeps its row
+"""08 shard: gradients arrive, are summed, and each rank keeps its row
 
 target: extensions.sharding.units:ShardedUnit.arrived
 train: distributed.dp_size=2 distributed.tp_size=1 distributed.sharding="gradients"

@@ -1,4 +1,4 @@
-"""18 merge: a mean of means needs its weights
+"""17 merge: a mean of means needs its weights
 
 target: attention:merge_blocks
 train: distributed.cp_size=2 distributed.tp_size=1

@@ -1,4 +1,4 @@
-"""19 zigzag: an early and a late piece for every rank
+"""18 zigzag: an early and a late piece for every rank
 
 target: context_parallel:zigzag_positions
 train: distributed.cp_size=2 distributed.tp_size=1

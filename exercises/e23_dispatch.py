@@ -1,4 +1,4 @@
-"""26 dispatch: tokens travel to their experts, and back
+"""23 dispatch: tokens travel to their experts, and back
 
 target: extensions.experts.dispatch:AllToAllDispatch.__call__
 train: distributed.ep_size=2 model.num_local_experts=4 model.num_experts_per_tok=2

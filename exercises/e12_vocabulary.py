@@ -1,4 +1,4 @@
-"""13 vocabulary: three numbers a token, instead of all logits
+"""12 vocabulary: three numbers a token, instead of all logits
 
 Each rank has the rows of lm_head for some of the vocabulary, the last one fewer of them. Some
 targets do not count. In one case scores are so large that exp(score) overflows; of another, in

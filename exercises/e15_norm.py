@@ -1,4 +1,4 @@
-"""08 norm: every element of the gradient counts once
+"""15 norm: every element of the gradient counts once
 
 target: optimizer:measure_gradient
 train: distributed.tp_size=2

@@ -1,4 +1,4 @@
-"""21 ulysses: all heads of a part, or some heads of the whole
+"""20 ulysses: all heads of a part, or some heads of the whole
 
 target: context_parallel:UlyssesAttention.forward
 train: distributed.cp_size=2 distributed.tp_size=1 distributed.cp_engine="ulysses"

@@ -1,4 +1,4 @@
-"""14 schedule: backward early, so that few micro-batches are alive
+"""13 schedule: backward early, so that few micro-batches are alive
 
 target: pipeline_schedule:one_f_one_b
 train: distributed.pp_size=2 distributed.tp_size=1

@@ -1,4 +1,4 @@
-"""30 resume: all that a step changes, and nothing else
+"""16 resume: all that a step changes, and nothing else
 
 target: checkpoint:training_tensors
 train: checkpoint.load_path="latest"
