@@ -12,7 +12,7 @@ results have in common, or shows the smallest case that fails.
 
 from pathlib import Path
 
-from exercises.calls import changed_argument, wrong_call
+from exercises.calls import wrong_call
 from exercises.compare import common_pattern, only_wrong
 from exercises.exercise import GATES, Exercise, Mistake, Verdict, in_common, order_of
 from exercises.outcome import Outcome, failed_of, outcome_of, outcome_of_student
@@ -58,56 +58,45 @@ def _changed(exercise: Exercise, outcome: Outcome, seed: int) -> str:
     if not any(call.changed for result in outcome for call in result.all_calls):
         return ""
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
-    right = [call for result in rights for call in result.all_calls]
-    results = sorted(outcome, key=lambda result: order_of(result.case))
-    texts = ((result.case, changed_argument(result.all_calls, right)) for result in results)
-    return next((f"{case}: {text}" for case, text in texts if text), "")
+    may = {(call.name, x) for result in rights for call in result.all_calls for x in call.changed}
+    for result in sorted(outcome, key=lambda result: order_of(result.case)):
+        for call in result.all_calls:
+            if names := [name for name in call.changed if (call.name, name) not in may]:
+                what = f"{call.name} changes its argument `{names[0]}`, which its caller may use"
+                return f"{result.case}: {what}"
+    return ""
 
 
 def _known(
     exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int, others: dict[str, Outcome]
 ) -> tuple[str, str] | None:
-    """Name and sentence of a known mistake that agrees with the version; the first of these rules.
+    """Name and sentence of a known mistake that does the same as the version, or partly does.
 
-    1. It does the same in all cases.
-    2. It does the same in all cases that fail, and differs in fewer cases than these: a student may
-       have written one rank as a case of its own.
-    3. It alone does the same in all cases in which the version raises no error, of which one fails.
-    4. It alone raises the same errors in all cases, and not one error only.
-    Two mistakes can raise one error: if all failures are errors, 1 and 2 ask for the same line.
+    It does the same in all cases; or in all cases that fail, and differs in fewer cases than these:
+    a student may have written one rank as a case of its own. Two mistakes can raise one error: if
+    all failures are errors, they must come from the same line.
     """
     crashes_only = all(r.failure and r.failure.kind == "exception" for r in failed)
 
-    def agrees(mistake: Mistake, places: list[int], in_line: bool = crashes_only) -> list[bool]:
+    def agrees(mistake: Mistake, places: list[int]) -> list[bool]:
         if mistake.name in others:
             its = [others[mistake.name][i] for i in places]
         else:
             text, path = mistake.apply(solution(exercise)), Path(f"<{mistake.name}>")
             its = outcome_of(exercise, text, path, seed, places, is_watched=False)
-        return [outcome[i].same_as(its[k], in_line) for k, i in enumerate(places)]
+        return [outcome[i].same_as(its[k], crashes_only) for k, i in enumerate(places)]
 
-    everywhere, places = [*range(len(outcome))], [outcome.index(result) for result in failed]
-    finished = [i for i in everywhere if not outcome[i].failure]
-    first, partly, alike = [i for i in places if i in finished][:1], None, []
+    places, partly = [outcome.index(result) for result in failed], None
     for mistake in exercise.mistakes:
         # What a version keeps comes from the cases before: one case alone would lack it.
-        if failed[0].keeps or all(agrees(mistake, first or places[:1])):
-            same = agrees(mistake, everywhere)
+        if failed[0].keeps or all(agrees(mistake, places[:1])):
+            same = agrees(mistake, [*range(len(outcome))])
             if all(same):
                 return mistake.name, mistake.sentence
             if all(same[i] for i in places) and same.count(False) < len(failed):
                 where = "In the cases that fail, it does the same as this mistake: "
                 partly = partly or (mistake.name, where + mistake.sentence)
-            elif first and all(same[i] for i in finished):
-                alike.append(mistake)
-    if partly:
-        return partly
-    where = "Where no error is raised, it does the same as this mistake: "
-    if not alike and crashes_only and len({r.failure.what for r in failed}) > 1:
-        alike = [m for m in exercise.mistakes if all(agrees(m, places[:1], in_line=False))]
-        alike = [m for m in alike if all(agrees(m, everywhere, in_line=False))]
-        where = "This mistake raises the same errors: "
-    return (alike[0].name, where + alike[0].sentence) if len(alike) == 1 else None
+    return partly
 
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
@@ -129,24 +118,18 @@ def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) 
         sentence = common_pattern(runs, unlike)
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
-    # A result's type explains what fails in the same cases; or a crash where it was used later.
-    of_type = [bool(found and found.has_other_form) for found in wrong]
+    # A result's form explains what fails in the same cases; or a crash where it was used later.
     is_later = bool(crash) and not crash.failure.line
     place = outcome.index(crash if is_later else failed[0])
-    if of_type == [r in failed for r in outcome] or (is_later and of_type[place]):
-        return "wrong_type", f"With {outcome[place].case}: {wrong[place].text}"
+    text, has_other_form = wrong[place]
+    call = f"With {outcome[place].case}: {text}" if text else ""
+    everywhere = [has_form for _, has_form in wrong] == [r in failed for r in outcome]
+    if everywhere or (is_later and has_other_form):
+        return "wrong_type", call
     if crash:  # noticed later: what the function returned before may be the reason
-        before = wrong[place] if is_later else None
-        return "exception", f"With {crash.case}: {before.text}" if before else ""
+        return "exception", call if is_later else ""
     cases = in_common([r.case for r in failed], [r.case for r in right])
-    if not sentence:
-        pairs = zip(outcome, wrong, strict=True)
-        calls = [(exercise.factors(r.case), *w.results) for r, w in pairs if w]
-        if how := common_pattern(calls, unlike):
-            sentence = f"In the first wrong call of each case, {how[0].lower()}{how[1:]}"
-        elif "O" in failed[0].problems:
-            sentence = f"With {failed[0].case}: {failed[0].problems['O']}."
+    if not sentence and "O" in failed[0].problems:
+        sentence = f"With {failed[0].case}: {failed[0].problems['O']}."
     text = f"{sentence or 'I do not know this mistake.'}{only_wrong(runs)}{cases}"
-    if wrong[place]:
-        text += f"\nWith {failed[0].case}: {wrong[place].text}"
-    return "pattern" if sentence else "unknown", text
+    return "pattern" if sentence else "unknown", "\n".join(filter(None, [text, call]))
