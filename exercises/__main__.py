@@ -16,12 +16,11 @@ from pathlib import Path
 from exercises import exercise as catalogue
 from exercises import progress
 from exercises.design import design
-from exercises.exercise import FOLDER, GATES, Exercise, Verdict
+from exercises.exercise import FOLDER, GATES, WIDTH, Exercise, Verdict
 from exercises.grade import grade
 from exercises.gradescope import autograder
 from exercises.handout import handout
 from exercises.hunts import hunt
-from exercises.pictures import WIDTH
 from exercises.sandbox import HAS_FORK, Sandbox
 from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare

@@ -16,6 +16,7 @@ from exercises.calls import wrong_call
 from exercises.compare import common_pattern, only_wrong
 from exercises.exercise import GATES, Exercise, Mistake, Verdict, in_common, order_of
 from exercises.outcome import Outcome, failed_of, outcome_of, outcome_of_student
+from exercises.pictures import picture
 from exercises.source import solution
 
 
@@ -41,7 +42,7 @@ def verdict_on(
         return Verdict(False, gates | {"V": changed}, "argument_changed", f"With {changed}.")
     if not failed:
         runs = [(result.case, result.records) for result in outcome]
-        return Verdict(True, gates, "", exercise.remember, "\n".join(exercise.picture(runs)))
+        return Verdict(True, gates, "", exercise.remember, picture(runs))
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind in ("not_written", "unusable_file"):
         return Verdict(False, gates, crash.failure.kind, crash.failure.text)

@@ -21,7 +21,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from exercises.exercise import Case, Dice
-from exercises.pictures import bars
 from picotron_min.attention import SoftmaxAttention
 from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import ModelConfig
@@ -91,14 +90,7 @@ def expected(case: Case) -> list[dict]:
     return [right | {"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
 
 
-def picture(runs):
-    _, records = runs[0]
-    flops = records[0].values["presets"]
-    rows = {name.partition("/")[2]: number / 1e9 for name, number in flops.items()}
-    return ["GFLOPs per token, in sequences of 2048 tokens", bars(rows, "{:7.2f}")]
-
-
-VERSIONS = """
+MISTAKES = """
 embedding_counted: The embedding is counted as if tokens were multiplied with it: it is a lookup.
 - return 3 * (layers + head_flops(model_config))
 + lookup = 2 * model_config.vocab_size * model_config.hidden_size
@@ -142,11 +134,4 @@ scores_again: Attention's backward has the scores once more, as flash attention 
 - return 3 * (layers + head_flops(model_config))
 + again = sum(parts["attention"] // 2 for parts in flops_of_layers(model_config, seq_length))
 + return 3 * (layers + head_flops(model_config)) + again
-also_right:
-def model_flops_per_token(model_config, seq_length):
-    total = 0
-    for parts in flops_of_layers(model_config, seq_length):
-        for flops in parts.values():
-            total += 3 * flops
-    return total + 3 * head_flops(model_config)
 """

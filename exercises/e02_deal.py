@@ -64,19 +64,7 @@ def expected(case: Case) -> list[dict]:
     return [{"kind of places": KIND} | dict.fromkeys(NAMES, places)]
 
 
-def picture(runs):
-    yield "the global batch, a letter a sequence: A is trained on by dp rank 0, B by 1, ..."
-    for case, records in runs:
-        strip = ["?"] * (case.dp * case.micro_batches * case.rows)
-        for letter, of_rank in zip("ABCD", records[0].values[NAMES[0]], strict=False):
-            for place in of_rank.tolist():
-                strip[place] = letter
-        each = case.dp * case.rows
-        parts = ["".join(strip[i : i + each]) for i in range(0, len(strip), each)]
-        yield f"dp {case.dp}, micro-batches {case.micro_batches}   {' | '.join(parts)}"
-
-
-VERSIONS = """
+MISTAKES = """
 ranks_alike: All ranks read the same sequences: the batch has them dp times, and lacks the others.
     (micro_batch * self.dp_size + self.dp_rank) => micro_batch * self.dp_size
 micro_batches_alike: All micro-batches have the same sequences: a step trains on the first's alone.
@@ -103,8 +91,4 @@ dealt_like_cards: Places are dealt one by one, but a rank has micro_batch_size o
 + return first + self.dp_size * np.arange(self.micro_batch_size)
 micro_batches_for_ranks: The number of micro-batches stands where the number of ranks belongs.
     micro_batch * self.dp_size => micro_batch * self.num_micro_batches
-also_right:
-def _places(self, micro_batch):
-    shape = self.num_micro_batches, self.dp_size, self.micro_batch_size
-    return np.arange(self.global_batch).reshape(shape)[micro_batch, self.dp_rank]
 """

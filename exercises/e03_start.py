@@ -109,18 +109,7 @@ def expected(case: Case) -> list[dict]:
     return results
 
 
-def picture(runs):
-    name, (_, records) = "model.layers.0.self_attn.q_proj.weight", runs[1]
-    parts = [record.values[name] for record in records]
-    yield "the first row of each rank's part of q_proj at tp 2"
-    for i, part in enumerate(parts):
-        yield f"tp {i}   {' '.join(f'{x:7.4f}' for x in part[0, :6].tolist())} ..."
-    whole, same = torch.cat(parts), "equal" if torch.equal(*parts) else "different"
-    rank = torch.linalg.matrix_rank(whole).item()
-    yield f"{same} parts; the whole matrix {tuple(whole.shape)} has rank {rank}"
-
-
-VERSIONS = """
+MISTAKES = """
 same_part_drawn: Each rank draws its own part, all with the same seed: they draw the same numbers,
     and will stay equal for ever.
     shapes[name], seed => tuple(parameter.shape), seed
@@ -157,12 +146,4 @@ cuts_for_owned: Each rank fills what it computes with: where the optimizer is sh
 all_layers: The std depends on all layers, also on those that predict further tokens: these are not
     in the residual stream of the model's own layers.
     model_config.num_hidden_layers => model_config.num_layers
-also_right:
-def initialise(parameters, model_config, seed, placements, axes):
-    shapes, layers = model_config.parameter_shapes(), model_config.num_hidden_layers
-    for name in sorted(parameters):
-        whole = initial_weight(name, shapes[name], seed, initial_std(name, layers))
-        with torch.no_grad():
-            mine = part(shapes[name], placements[name].owned, axes.ranks, axes.sizes)
-            parameters[name].copy_(whole[mine])
 """

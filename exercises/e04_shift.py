@@ -70,14 +70,7 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} starts its send and its receive one by one, not as one batch"
 
 
-def picture(runs):
-    yield "4 ranks, distance 1"
-    for rank, record in enumerate(runs[2][1]):
-        sends = (e for e in record.events if (e.kind, e.what) == ("start", "send"))
-        yield from (f"rank {rank} ──{e.bytes:6g} bytes ──> rank {e.peer}" for e in sends)
-
-
-VERSIONS = """
+MISTAKES = """
 beyond_the_end: All that is beyond the last rank goes to rank 0: count on from rank 0.
 - to, source = ((axis.rank + d) % axis.size for d in (distance, -distance))
 + to, source = axis.rank + distance, axis.rank - distance
@@ -104,12 +97,4 @@ ranks_of_the_world: These are ranks of the world: in an axis use group_dst, grou
     group_peer=source => peer=source
 copy_kept: self.sent has a copy: the tensor that is sent may be freed while it travels.
     self.sent = tensor => self.sent = tensor.clone()
-also_right:
-def __init__(self, tensor, axis, distance=1):
-    to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-    self.sent, self.arriving = tensor, tensor.new_empty(tensor.shape)
-    receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
-    send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
-    self.works = dist.batch_isend_irecv([receive, send])
-    axis.ledger.record("shift", tensor)
 """

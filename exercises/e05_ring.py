@@ -20,7 +20,6 @@ Read: collectives.py.
 import weakref
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import timeline
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -73,18 +72,7 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"rank {rank} does not wait for both ends of hop {hop}: Shift.wait does"
 
 
-def picture(runs):
-    case, records = runs[-1]
-    yield "whose tensor is where        " + "  ".join(f"hop {i}" for i in range(case.ranks))
-    for rank, record in enumerate(records):
-        where = "      ".join(str(source) for source in record.values["sources"])
-        yield f"rank {rank}                         {where}"
-    names = {"send": "s", "receive": "r"}
-    about = "(s0: a send begins; s0): it is awaited; r: a receive"
-    yield from ["", about, timeline(records, names)]
-
-
-VERSIONS = """
+MISTAKES = """
 sent_after_use: A hop begins after the tensor was used: nothing travels while the rank computes.
     shift = Shift(tensor, axis) => pass
     % axis.size, tensor => % axis.size, tensor; shift = Shift(tensor, axis)
@@ -116,12 +104,4 @@ straight_from_its_owner: Each tensor is sent straight from its owner: between ra
     shift = Shift(tensor, axis => mine = mine if hop else tensor; shift = Shift(mine, axis, hop + 1
 written_into_the_callers: What arrives is copied into the caller's tensor, which is still needed.
     tensor = shift.wait() => tensor.copy_(shift.wait())
-also_right:
-def ring(tensor, axis):
-    source = axis.rank
-    for left in reversed(range(axis.size)):
-        shift = Shift(tensor, axis) if left else None
-        yield source, tensor
-        if shift:
-            tensor, source = shift.wait(), (source + axis.size - 1) % axis.size
 """

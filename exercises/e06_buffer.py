@@ -80,15 +80,7 @@ def memory(case: Case, rank: int, record) -> str | None:
         return f"buffer and gradients take {found} bytes; in one memory, {needed} are enough"
 
 
-def picture(runs):
-    case, _ = runs[-1]
-    named = [*zip("ABCDEF", case.shapes, strict=False)]
-    strip = "".join(letter * math.prod(shape) for letter, shape in named)
-    yield from ["the buffer, a letter a number", f"[{strip}]"]
-    yield from (f"{letter} = {name(i)}.grad {shape}" for i, (letter, shape) in enumerate(named))
-
-
-VERSIONS = """
+MISTAKES = """
 copies: grad is a copy of its part of the buffer: gradients are there twice, and the sum over the
     ranks, which is in the buffer, never reaches them.
     view.view_as(parameter) => view.view_as(parameter).clone()
@@ -111,12 +103,4 @@ padded: Parts are filled up to 64 numbers: the buffer is longer than the gradien
     whole.
     [parameter.numel() for => [-(-parameter.numel() // 64) * 64 for
     view.view_as(parameter) => view[: parameter.numel()].view_as(parameter)
-also_right:
-def __init__(self, parameters):
-    self.names, values = list(parameters), list(parameters.values())
-    total, start = sum(p.numel() for p in values), 0
-    self.gradients = torch.zeros(total, dtype=values[0].dtype, device=values[0].device)
-    for p in values:
-        p.grad = self.gradients[start : start + p.numel()].view(p.shape)
-        start += p.numel()
 """

@@ -22,7 +22,6 @@ import torch
 
 from exercises.compare import SumOf
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import timeline
 
 BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2
 
@@ -120,13 +119,7 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} waits for a sum while backward still runs"
 
 
-def picture(runs):
-    names = {"all_reduce": "sum", "gradient": "g", "last gradient": "g", "backward ends": "end"}
-    about = "g: a gradient is final; (sum0: it begins; sum0): it is awaited; end: backward ends"
-    return [about, timeline(runs[2][1], names)]
-
-
-VERSIONS = """
+MISTAKES = """
 sent_too_early: A bucket is sent when its first parameter is complete: later gradients are lost.
     any => all
 first_name_only: Of a bucket only the first parameter is looked at: others may still wait.
@@ -148,11 +141,4 @@ awaited_at_once: A sum is awaited while backward still runs: it stands still whi
 past_an_incomplete_one: A complete bucket is sent though one before it still waits: the number of
     works then no longer tells which have been sent, and one is sent twice, another never.
     break => continue
-also_right:
-def _start_complete_buckets(self):
-    while len(self.works) < len(self.buckets):
-        bucket = self.buckets[len(self.works)]
-        if sum(self.missing[name] for name in bucket.names) > 0:
-            return
-        self.works.append(start_all_reduce(bucket.gradients, self.axis))
 """

@@ -27,7 +27,6 @@ Read: extensions/sharding/units.py (`begin`, `_finish_reductions`, `wait`) and i
   `torch.distributed.fsdp.fully_shard`.
 """
 
-from dataclasses import replace
 from itertools import product
 
 import torch
@@ -35,7 +34,6 @@ import torch
 from exercises.compare import SumOf
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.memory import storage_bytes
-from exercises.pictures import timeline
 
 COLUMNS, STEPS = 2, 2
 NAMES = "abcd"  # of all matrices, and of those in each unit
@@ -151,16 +149,7 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"rank {rank} waits for a reduction in backward, and no buffer needs it"
 
 
-def picture(runs):
-    _, records = runs[0]
-    # Until the third time that the last matrix has a gradient: it comes first in each micro-batch.
-    one_step = [replace(r, events=r.events[: r.place("mark", NAMES[-1], 2)]) for r in records]
-    about = "A step of two micro-batches. a: matrix a has a gradient; |: the last backward is done"
-    about += "\n(sum0: the first buffer begins to travel; sum0): it is awaited"
-    return [about, "", timeline(one_step, {"reduce_scatter": "sum"})]
-
-
-VERSIONS = """
+MISTAKES = """
 added_to_new_memory: Where each backward has a new buffer, gradients are added to memory that
     nothing has set: the first ones must replace it.
     self.reduces_each or not => not
@@ -209,16 +198,4 @@ not_travelling: The reduction is begun, but not put in self.travelling: it is ne
 new_each_time: Where each backward has a new buffer, each gradient gets one: what other matrices of
     the unit have put into it is lost.
     if self.buffer is None: => if self.buffer is None or self.reduces_each:
-also_right:
-- self.buffer = self.row.new_empty(self.axis.size, len(self.row))
-+ self.buffer = torch.zeros(self.axis.size, len(self.row), dtype=self.row.dtype)
-- inside.copy_(part) if is_first else inside.add_(part)
-+ inside[:] = part if is_first else inside + part
-    if min(self.arrivals.values()) > self.num_complete: => if len({*self.arrivals.values()}) == 1:
-- reduction = start_reduce_scatter_(self.buffer, self.axis)
-- self.travelling.append((self, self.buffer, reduction))
-- if self.reduces_each:
--     self.buffer = None
-+ travelling, self.buffer = self.buffer, None if self.reduces_each else self.buffer
-+ self.travelling.append((self, travelling, start_reduce_scatter_(travelling, self.axis)))
 """

@@ -154,18 +154,7 @@ def memory(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} holds {has} elements of the model; {right} are its part"
 
 
-def picture(runs):
-    case, records = runs[0]
-    yield "a layer over tp 2: what each rank has of every matrix"
-    for name, shape in shapes_of(case).items():
-        parts = [record.values["parts"][name] for record in records]
-        cut = next((d for d in range(len(shape)) if parts[0][d] < shape[d]), None)
-        how = {None: "not cut", 0: "by rows", 1: "by columns"}[cut]
-        texts = "   ".join(f"{'x'.join(map(str, part)):>6}" for part in parts)
-        yield f"{name:46} {'x'.join(map(str, shape)):>6}   {how:10}   {texts}"
-
-
-VERSIONS = """
+MISTAKES = """
 all_by_rows: o_proj and down_proj are cut by rows, too: a part of their inputs needs columns.
     1 if module in ROW_PARALLEL else 0 => 0
 keys_whole: k_proj and v_proj are whole on every rank: its query heads meet the key heads of others.
@@ -202,18 +191,4 @@ norms_counted_often: With sequence parallelism norms are taken to differ between
 ends_forgotten: The row of embed_tokens has no `ends`: a tied weight has this row only, none as
     lm_head. Its copies on both ends drift apart, and the gradient norm counts both.
     tied and not => tied and module == "lm_head" and not
-also_right:
-def _placement(name, layout, tied):
-    module, kind = name.split(".")[-2:]
-    if kind != "weight":
-        return None
-    if module in HIDDEN:
-        cut = Cut("tp", 1 if module in ("o_proj", "down_proj") else 0)
-        return Placement((cut,), ("dp_cp",), ("dp_cp",), True)
-    if module in ("embed_tokens", "lm_head"):
-        one_rank = ends_share_rank(layout.schedule, layout.pp, layout.pp_chunks)
-        both = ("dp_cp",) if one_rank or not tied else ("dp_cp", "ends")
-        return Placement((Cut("tp", 0),), both, both)
-    if module in NORMS:
-        return Placement((), ("dp_cp", "tp"), ("dp_cp" + "_tp" * layout.sequence_parallel,))
 """

@@ -23,7 +23,6 @@ Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/lin
 """
 
 from exercises.exercise import Case, Dice, Sent
-from exercises.pictures import timeline
 from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
 
 
@@ -54,13 +53,7 @@ def order(case: Case, rank: int, record) -> str | None:
     return overlap_problem(rank, record, case.kind)
 
 
-def picture(runs):
-    names = {"all_reduce": "sum", "weight gradients": "dW", "backward": "|"}
-    about = "the input's sum and two sublayers forward | and backward: (sum0 begins, sum0) ends"
-    return [about, timeline(runs[0][1], names)]
-
-
-VERSIONS = """
+MISTAKES = """
 not_summed: Products are not summed over the ranks: each continues with its own part.
     y, work = self.start_sum(add_products(xs, products)) => y = add_products(xs, products)
     work.wait() => pass
@@ -102,11 +95,4 @@ own_all_reduce: `multiply_scatter` does not call `start_sum`, and SequenceBounda
 - y, work = self.start_sum(add_products(xs, products))
 + y = add_products(xs, products).contiguous()
 + work = collectives.start_all_reduce(y, self.axis)
-also_right:
-    y.contiguous() => y.clone(memory_format=torch.contiguous_format)
-- return y, collectives.start_all_reduce(y, self.axis)
-+ work = dist.all_reduce(y, group=self.axis.group, async_op=True)
-+ self.axis.ledger.record("all_reduce", y, 2 * self.axis.share)
-+ return y, work
-    add_products(xs, products) => sum(product(x) for x, product in zip(xs, products))
 """

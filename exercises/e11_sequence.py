@@ -20,7 +20,6 @@ Read: extensions/overlap/boundary.py, collectives.py.
 
 from exercises.exercise import Case, Dice, Sent
 from exercises.memory import SavedTensors
-from exercises.pictures import bars
 from exercises.sublayers import data, norm, overlap_problem, run_cut, run_whole, traffic_of
 
 KIND = "SequenceBoundary"
@@ -64,13 +63,7 @@ def order(case: Case, rank: int, record) -> str | None:
     return overlap_problem(rank, record, KIND)
 
 
-def picture(runs):
-    rows = {"without": bytes_of_norms(runs[0][0])}
-    rows |= {f"tp {case.ranks}": records[0].values["kept by norms"] for case, records in runs[:2]}
-    return ["bytes kept of two norms, with sequence parallelism", bars(rows, "{:5.0f}")]
-
-
-VERSIONS = """
+MISTAKES = """
 all_reduced: `start_sum` computes the whole sum on every rank, which then keeps its part: right, but
     an all-reduce sends twice the bytes.
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
@@ -97,15 +90,4 @@ own_part_first: This rank's part is taken first, and then summed: what is added 
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + part = y.chunk(self.axis.size, 1)[self.axis.rank].contiguous()
 + return part, collectives.start_all_reduce(part, self.axis)
-also_right:
-class SequenceBoundary(Boundary):
-    def whole(self, x):
-        return torch.cat(collectives.all_gather(x[None], self.axis, dim=0).unbind(), dim=1)
-
-    def start_sum(self, y):
-        rows, work = collectives.start_reduce_scatter(y.transpose(0, 1), self.axis, dim=0)
-        return rows.transpose(0, 1), work
-
-    def maximum(self, amax):
-        return collectives.all_reduce(amax, self.axis, dist.ReduceOp.MAX)
 """

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import bars
 
 INEXACT = "what is inexact in bfloat16"
 
@@ -111,15 +110,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(2, 2 * (n - 1) / n * size)}] * n
 
 
-def picture(runs):
-    case, records = runs[3]
-    sent = sum(size for _, size in records[0].sent.values()) / case.tokens
-    share = (case.ranks - 1) / case.ranks * 8
-    rows = {"yours": sent, "all logits, V = 17": share * 17, "all logits, V = 170": share * 170}
-    return [f"bytes that each of {case.ranks} ranks sends for a token", bars(rows, "{:5.0f}")]
-
-
-VERSIONS = """
+MISTAKES = """
 own_maximum: Each slice subtracts its own maximum: their sums have different scales.
     vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
 maximum_unused: Each slice subtracts its own maximum, though the common one is computed: their sums
@@ -194,13 +185,4 @@ own_softmax: The gradient's softmax is over this rank's slice, not over the whol
     scale = counts / sums => scale = counts / exponentials.sum(-1)
 averaged: The gradient is divided by the number of tokens that count: the step divides already.
     [:, None].to(x.dtype)) => [:, None].to(x.dtype)) / counts.sum()
-also_right:
-def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
-    logits, ids = wide(x @ weight.T), torch.arange(len(weight)) + vocabulary.first
-    logits = logits - vocabulary.maximum(logits.max(1).values).unsqueeze(1)
-    onehot = (targets[:, None] == ids).to(logits.dtype)  # IGNORE_INDEX is no id
-    both = vocabulary.total(torch.stack([logits.exp().sum(1), (logits * onehot).sum(1)], 1))
-    counts = (targets != IGNORE_INDEX).to(logits.dtype)
-    losses = counts * (both[:, 0].log() - both[:, 1])
-    return losses, (counts[:, None] * logits.exp() / both[:, :1] - onehot).to(x.dtype)
 """

@@ -18,11 +18,11 @@ Read: pipeline_schedule.py.
 """
 
 from exercises.exercise import Case, Dice
-from exercises.plans import FINE, drawn, played
+from exercises.plans import FINE, played
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 5, 8, 12, dice.randint(13, 20))]
+    sizes = [(p, m) for p in (4, 1, 2, 3, 6) for m in (8, 1, 2, 3, 4, 5, 12, dice.randint(13, 20))]
     return [Case(1, stages=p, micro_batches=m) for p, m in sizes]
 
 
@@ -42,11 +42,7 @@ def expected(case: Case) -> list[dict]:
     return [results | {"time": 3.0 * (m + p - 1)}]  # F takes 1 and B takes 2
 
 
-def picture(runs):
-    return ["4 ranks, 8 micro-batches: the bubble is 27.3%", drawn(runs, 4, 8)]
-
-
-VERSIONS = """
+MISTAKES = """
 warmup_too_long: The warm-up is one forward too long: each rank keeps one more micro-batch alive,
     and is not done any sooner.
     rank - 1 => rank
@@ -116,13 +112,4 @@ cool_down_from_a_stack: The cool-down takes the newest micro-batch first, as fro
 + plan, w = alternating([num_micro_batches], chunks, ranks - rank - 1), ranks - rank - 1
 + begin = len(plan) - min(num_micro_batches, w)
 + return plan[:begin] + plan[begin:][::-1]
-also_right:
-def one_f_one_b(rank, ranks, num_micro_batches, chunks=1):
-    forwards = [Action(Kind.FORWARD, i) for i in range(num_micro_batches)]
-    backwards = [Action(Kind.BACKWARD, i) for i in range(num_micro_batches)]
-    plan = []
-    while backwards:
-        is_early = len(backwards) - len(forwards) < ranks - rank
-        plan.append((forwards if forwards and is_early else backwards).pop(0))
-    return plan
 """

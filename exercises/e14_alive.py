@@ -33,7 +33,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exercises.exercise import Case, Dice, draw
-from exercises.pictures import bars
 from picotron_min.extensions.schedules.registry import SCHEDULES
 
 B, S, E, V = 2, 3, 4, 11
@@ -213,15 +212,7 @@ def memory(case: Case, rank: int, record) -> str | None:
         return f"{what}; at most one a chunk is needed, which is on its way"
 
 
-def picture(runs):
-    _, records = runs[0]
-    outputs, size = records[0].values["outputs alive"], B * S * E * 8
-    rows = {f"F{i}": count * size for i, count in enumerate(outputs)}
-    yield from ["rank 0, afab: bytes of outputs that are alive when a forward begins", bars(rows)]
-    yield f"if all were kept until backward: {7 * size} at F7"
-
-
-VERSIONS = """
+MISTAKES = """
 output_kept: The output itself is kept until backward: that needs the graph behind it, not its
     values. With 8 forwards first, 7 outputs are kept for nothing.
     get_gradient_edge(out) => out
@@ -260,10 +251,4 @@ waits_within_the_watch: It waits for the activation of the previous stage within
 +         x.requires_grad_(torch.is_grad_enabled())
 ignored_counted: All targets are counted, also those that are ignored.
     batch.num_targets => batch.targets.numel()
-also_right:
-    x.requires_grad_(torch.is_grad_enabled()) => x.requires_grad = torch.is_grad_enabled()
-- self.totals[0] += out.detach()
-- self.totals[1] += batch.num_targets
-+ self.totals += torch.stack([out.detach().double(), batch.num_targets.double()])
-    c] = out.detach() => c] = out.data
 """

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import bars
 
 RATIO, READ = "square of each gradient / the right one", "what the host reads, on meta"
 
@@ -116,15 +115,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(2, 2 * (n - 1) / n * (2 + k) * 8)}] * n
 
 
-def picture(runs):
-    for case, records in runs[:2]:
-        rows = {f"rank {r}": record.values["share"][0] for r, record in enumerate(records)}
-        sizes = ", ".join(f"{axis} {size}" for axis, size in case.layout.items())
-        about = f"the square of the gradient, {sizes}: the share of each rank"
-        yield from [about, bars(rows, "{:7.2f}")]
-
-
-VERSIONS = """
+MISTAKES = """
 copies_counted: Every rank counts all that it holds: what several ranks hold counts several times.
     if all(ranks[axis] == 0 for axis in placements[name].copies) => if True
 norms_counted_tp_times: Tensor-parallel ranks hold the same norm weights, and each counts them.
@@ -164,13 +155,4 @@ in_float32: The numbers are float32, which has seven digits: their sum over many
 squared_in_float32: Where the gradient is float32, it is squared in float32, and loses digits before
     anything is float64: convert first.
     to(device, torch.float64).square() => square().to(device, torch.float64)
-also_right:
-def measure_gradient(parameters, placements, ranks, count_zeros=False):
-    device = next(iter(parameters.values())).device
-    result = torch.zeros(2, dtype=torch.float64, device=device)
-    for name, parameter in parameters.items():
-        if not any(ranks[axis] for axis in placements[name].copies):
-            result[0] += (parameter.grad.double() ** 2).sum()
-            result[1] += (parameter.grad == 0).sum() * count_zeros
-    return result
 """

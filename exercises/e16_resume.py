@@ -21,12 +21,9 @@ Read: checkpoint.py.
   production: `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
 """
 
-import math
-
 import torch
 
 from exercises.exercise import Case, Dice, draw
-from exercises.pictures import bars
 
 SHAPES = {"lm_head.weight": (3, 4), "k_norm.weight": (2,), "norm.weight": (4,)}
 BUFFER = "mlp.gate.e_score_correction_bias"
@@ -138,14 +135,7 @@ def expected(case: Case) -> list[dict]:
     return [right | run.values("resuming") | run.values("saving")]
 
 
-def picture(runs):
-    _, records = runs[1]
-    shapes = records[0].values["shapes"].items()
-    rows = {name: 8 * math.prod(shape) for name, shape in shapes}
-    return ["bytes of a checkpoint with AdamW, in float64", bars(rows)]
-
-
-VERSIONS = """
+MISTAKES = """
 optimizer_forgotten: What the optimizer keeps is not saved: its averages begin again at zero.
     tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()} => pass
 no_state_before_the_first_step: A new AdamW has no moments: nothing can be loaded into it.
@@ -190,10 +180,4 @@ step_on_cpu: The step of a fused group is on the CPU, too: it must be on the par
 step_on_device: The step is on the parameter's device where the group is not fused, too: to read it
     there would wait for a GPU in each step.
     device = parameter.device if group["fused"] else "cpu" => device = parameter.device
-also_right:
-    torch.zeros_like(parameter) => parameter.detach() * 0
-- kept = {key: state for key, state in optimizer.state[parameter].items() if key != "step"}
-- tensors |= {f"optimizer.{key}.{name}": state for key, state in kept.items()}
-+ for key, state in optimizer.state[parameter].items():
-+     tensors |= {f"optimizer.{key}.{name}": state} if key != "step" else {}
 """

@@ -19,7 +19,6 @@ Read: attention.py.
 import torch
 
 from exercises.exercise import Case, Dice, draw
-from exercises.pictures import bars
 
 B, Q, S, D = 1, 2, 3, 4
 
@@ -58,17 +57,7 @@ def expected(case: Case) -> list[dict]:
     return [named(case, scores.softmax(-1) @ values, scores.logsumexp(-1))]
 
 
-def picture(runs):
-    case, records = runs[3]
-    lse = records[0].values["lse of 5 blocks"]
-    parts = (part.logsumexp(-1) for part in scores_and_values(case)[0].split(case.keys, -1))
-    shares = enumerate((part - lse)[0, 0, 0].exp().item() for part in parts)
-    rows = {f"block {i}, {case.keys[i]} keys": 100 * share for i, share in shares}
-    about = "how much of the first query's result comes from each block, in %"
-    return [about, bars(rows, "{:5.1f}")]
-
-
-VERSIONS = """
+MISTAKES = """
 plain_mean: It is the plain mean of both blocks: a block with more weight must count more.
     (lse_1 - lse).exp()[..., None] * => 0.5 *
     (lse_2 - lse).exp()[..., None] * => 0.5 *
@@ -116,8 +105,4 @@ larger_lse: The common lse is taken as the larger one: the weights do not add up
 lse_without_the_maximum: The lse that is returned lacks the maximum that was subtracted: in the next
     merge these blocks count too little.
     * out_2, lse => * out_2, lse - torch.maximum(lse_1, lse_2)
-also_right:
-def merge_blocks(out_1, lse_1, out_2, lse_2):
-    share = torch.sigmoid(lse_2 - lse_1)[..., None]
-    return out_1 + share * (out_2 - out_1), lse_1 - torch.nn.functional.logsigmoid(lse_1 - lse_2)
 """

@@ -49,22 +49,7 @@ def expected(case: Case) -> list[dict]:
     return [results | {"dtype": "torch.int64"}]
 
 
-def picture(runs):
-    case, records = runs[3]
-    parts = zip("ABCD", records[0].values["positions, by rank"], strict=True)
-    zigzag = {position: letter for letter, part in parts for position in part.tolist()}
-    in_order = {position: "ABCD"[position * case.cp // case.length] for position in zigzag}
-    width = 2 * case.length
-    yield from [f"{'cut in order':{width}}    yours    (a row a query, a column a key)"]
-    for position in range(case.length):
-        rows = [" ".join(owner[position] * (position + 1)) for owner in (in_order, zigzag)]
-        yield f"{rows[0]:{width}}    {rows[1]}"
-    for letter in "ABCD":
-        pairs = [sum(p + 1 for p in owner if owner[p] == letter) for owner in (in_order, zigzag)]
-        yield f"{f'{letter}: {pairs[0]} pairs':{width}}    {letter}: {pairs[1]} pairs"
-
-
-VERSIONS = """
+MISTAKES = """
 in_order: The sequence is cut in order: the last rank has nearly twice the mean work.
     [rank], pieces[-1 - rank] => [2 * rank], pieces[2 * rank + 1]
 strided: Every n-th position belongs to a rank. The work is about equal, but the ring's halves are
@@ -91,11 +76,4 @@ single_positions: Single positions go to the ranks forth and back, and not piece
 - return torch.cat((pieces[rank], pieces[-1 - rank]))
 + turn = torch.arange(seq_length) % (2 * size)
 + return torch.where((turn == rank) | (turn == 2 * size - 1 - rank) | (size == 1))[0]
-also_right:
-def zigzag_positions(rank, size, seq_length):
-    if size == 1:
-        return torch.arange(seq_length)
-    width = seq_length // (2 * size)
-    begins = rank * width, seq_length - (rank + 1) * width
-    return torch.tensor([begin + i for begin in begins for i in range(width)])
 """

@@ -121,25 +121,7 @@ def order(case: Case, rank: int, record) -> str | None:
             return f"rank {rank} waits for hop {hop + 1} before it has attended at hop {hop}"
 
 
-def picture(runs):
-    case, records = runs[2]
-    yield from ["which part of each other rank's keys a rank attends to, queries x keys", ""]
-    yield "        " + "".join(f"hop {hop:<18}" for hop in range(case.ranks)).rstrip()
-    for rank, record in enumerate(records):
-        cells = []
-        for hop, event in enumerate(e for e in record.events if e.kind == "mark"):
-            source = (rank - hop) % case.ranks
-            sign = "◣" if source == rank else "▌" if source < rank else "▄"
-            whose = "own" if hop == 0 else f"rank {source}'s"
-            cells.append(f"{sign} {whose} {event.what.replace(' causal', '')}")
-        yield f"rank {rank}  " + "".join(f"{cell:22}" for cell in cells).rstrip()
-    yield from [
-        "",
-        "◣ the causal triangle    ▌ all queries, early keys    ▄ late queries, all keys",
-    ]
-
-
-VERSIONS = """
+MISTAKES = """
 merged_without_lse: Blocks are merged as a plain mean: a block with more weight must count more.
 - merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
 + merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])
@@ -203,15 +185,4 @@ lse_rounded: lse is saved in the dtype of q: backward takes the exponential of t
     out := out.to(q.dtype), lse => out := out.to(q.dtype), lse.to(q.dtype)
 all_arrive_first: All blocks have arrived before the first is computed: nothing travels meanwhile.
     in visible_blocks(kv, axis): => in list(visible_blocks(kv, axis)):
-also_right:
-- for is_own, rows, _, k, v in visible_blocks(kv, axis):
-+ half = kv.shape[3] // 2
-+ for source, both in ring(kv, axis):
-+     is_own, rows = source == axis.rank, slice(half * (source > axis.rank), None)
-+     k, v = both[:, :, :, : half if source < axis.rank else None].contiguous()
-- merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
-- out[:, :, rows], lse[:, :, rows] = merged
-+ late, late_lse = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
-+ out = torch.cat((out[:, :, : rows.start], late), 2)
-+ lse = torch.cat((lse[:, :, : rows.start], late_lse), 2)
 """

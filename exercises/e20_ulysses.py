@@ -88,20 +88,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_to_all": Sent(None, 2 * size)}] * n
 
 
-def picture(runs):
-    case, records = runs[1]
-    S, n, width = case.length, case.ranks, max(8, 2 * case.length)
-    before = {(h, s): "ABCD"[s * n // S] for h in range(case.query_heads) for s in range(S)}
-    after = {}
-    for rank, record in enumerate(records):
-        after |= dict.fromkeys(record.values["places"], "ABCD"[rank])
-    yield f"{'before':{width}}      in attention    (a row a head, a column a position)"
-    for h in range(case.query_heads):
-        rows = [" ".join(owner[h, s] for s in range(S)) for owner in (before, after)]
-        yield f"{rows[0]:{width}}      {rows[1]}"
-
-
-VERSIONS = """
+MISTAKES = """
 repeated_to_query_heads: Keys and values are repeated to all query heads before they travel: more
     bytes than needed. lcm(K, n) heads are enough.
     self.axis.size // math.gcd(self.axis.size, k.shape[1]) => q.shape[1] // k.shape[1]
@@ -117,11 +104,4 @@ concatenated: q, k and v are exchanged as one tensor that has their heads one af
 + q, k, v = _all_to_all(torch.cat((q, k, v), 1), self.axis, 1, 2).split(heads, 1)
 extra_dropped: What comes after q, k and v is not passed on: self.inner needs it, too.
     self.inner(q, k, v, *extra) => self.inner(q, k, v)
-also_right:
-- repeats = self.axis.size // math.gcd(self.axis.size, k.shape[1])
-+ repeats = math.lcm(k.shape[1], self.axis.size) // k.shape[1]
-- q, k, v = (_all_to_all(x, self.axis, 1, 2) for x in (q, k, v))
-- return _all_to_all(self.inner(q, k, v, *extra), self.axis, 2, 1)
-+ swapped = [_all_to_all(x, self.axis, split_dim=1, gather_dim=2) for x in (q, k, v)]
-+ return _all_to_all(self.inner(*swapped, *extra), self.axis, split_dim=2, gather_dim=1)
 """

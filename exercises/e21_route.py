@@ -106,20 +106,7 @@ def best_experts(ranked: list[float], config) -> list[int]:
     return sorted(allowed, key=lambda i: -ranked[i])[: config.num_experts_per_tok]
 
 
-def picture(runs):
-    case, (record,) = runs[4]
-    groups = f"{case.experts} experts in {case.groups} groups, of which {case.groups // 2} count"
-    yield from [f"{groups}; the weights of chosen experts, in %"]
-    for token in range(8):
-        chosen = (record.values[name][0, token].tolist() for name in ("experts", "weights"))
-        of = dict(zip(*chosen, strict=True))
-        cells = [f"{100 * of[i]:4.0f}" if i in of else "   ." for i in range(case.experts)]
-        size = case.experts // case.groups
-        groups = ["".join(cells[g : g + size]) for g in range(0, case.experts, size)]
-        yield f"token {token}  " + "  │".join(groups)
-
-
-VERSIONS = """
+MISTAKES = """
 bias_in_the_weights: The weights contain the bias: it must only choose, not change what is computed.
     scores.gather => (scores if bias is None else scores + bias).gather
 bias_added_to_logits: The bias is added to the logits, not to the scores: it changes the weights.
@@ -174,11 +161,4 @@ tiny_left_out: TINY is not added to the sums: where sigmoids are 0 in float32, 0
     scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
 always_softmax: Scores are always the softmax of the logits, also where scoring_func is sigmoid.
     (-1) if config.scoring_func == "softmax" else logits.sigmoid() => (-1)
-also_right:
-- best = groups.topk(2).values.sum(-1).topk(config.topk_group).indices
-+ best = groups.sort(-1).values[..., -2:].sum(-1).argsort(-1)[..., -config.topk_group :]
-- ranked = groups.masked_fill(~is_best[..., None], -math.inf).flatten(-2)
-+ ranked = torch.where(is_best[..., None], groups, -math.inf).flatten(-2)
-- experts = ranked.topk(config.num_experts_per_tok).indices
-+ experts = ranked.sort(-1, descending=True).indices[..., : config.num_experts_per_tok]
 """

@@ -34,7 +34,6 @@ from types import SimpleNamespace
 import torch
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import bars
 
 COEFFICIENTS = {"batch": 0.05, "seq": 0.3, "global": 0.7}  # in the order of the tally's losses
 MICRO_BATCHES = 2
@@ -119,15 +118,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(len(sizes), sum(sizes))}] * case.ranks
 
 
-def picture(runs):
-    _, records = runs[2]
-    gradient = records[0].values[f"gradient, micro-batch {MICRO_BATCHES - 1}"][0, 0].tolist()
-    rows = {f"expert {i}": value for i, value in enumerate(gradient)}
-    about = f"The gradient of the global loss. {COEFFICIENTS['global']} for each is even; the more"
-    return [f"{about} tokens, the more a score shrinks", bars(rows, "{:.2f}")]
-
-
-VERSIONS = """
+MISTAKES = """
 part_of_a_sequence: Each rank counts its own tokens of a sequence alone: a sequence that is cut over
     ranks has another loss than a whole one.
     self.sum_over_sequences(counts) => counts
@@ -186,11 +177,4 @@ part_in_batch_loss: The loss over the batch alone counts this rank's part of eac
     whole sequences: use what sum_over_sequences returns.
     counts = self.sum => own, counts = counts.clone(), self.sum
     moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, own.sum(0))
-also_right:
-- best = shares.topk(self.config.num_experts_per_tok).indices
-- counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
-+ best = shares.argsort(-1, descending=True)[..., : self.config.num_experts_per_tok]
-+ counts = F.one_hot(best, X).sum((1, 2)).to(shares.dtype)
-    (f[:, None] * shares).sum() => torch.einsum("bx,bsx->", f, shares)
-    gradient += coefficient * f => gradient = gradient + coefficient * f
 """

@@ -165,20 +165,7 @@ def order(case: Case, rank: int, record) -> str | None:
         return f"rank {rank} calls meanwhile() when {counts}: rows and weights should travel beside"
 
 
-def picture(runs):
-    case, records = runs[1]
-    each, ranks = case.experts // case.ep, range(case.ranks)
-    chosen = [inputs(case, rank)[2].flatten().tolist() for rank in ranks]
-    yield "pairs of token and expert, from each rank (row) to each rank (column)"
-    yield " " * 8 + "".join(f"to rank {rank:<3}" for rank in ranks).rstrip()
-    for rank, row in enumerate(chosen):
-        squares = ("■" * sum(n // each == other for n in row) for other in ranks)
-        yield f"rank {rank}  " + "".join(f"{text:11}" for text in squares).rstrip()
-    rows = ", ".join(f"{sum(record.values[CHECKS][0][0])} rows" for record in records)
-    yield f"\nrows that experts get: {rows}"
-
-
-VERSIONS = """
+MISTAKES = """
 sizes_of_what_leaves: The rows of each expert are counted from what leaves, not from what arrives.
     *arriving => *leaving
 not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from, and run needs the
@@ -231,10 +218,4 @@ dropped_travel: Dropped pairs travel, with weight 0, to an expert that they have
 + counts = count(experts, self.num_experts)[:-1].view(shape)
 tokens_of_ep_alone: check_rows gets the tokens of ep ranks: with etp more ranks have tokens.
     len(x) * self.axis.size) => len(x) * self.ep)
-also_right:
-    .expand(-1, self.etp, -1).flatten(0, 1) => .squeeze(1).repeat_interleave(self.etp, 0)
-- by_expert = Pairs(arrived[:, None], len(arrived))
-- out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
-+ order = arrived.argsort(stable=True)
-+ out = run(x[order], sizes, weights[order])[order.argsort()]
 """

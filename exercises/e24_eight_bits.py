@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from exercises.exercise import Case, Dice, Sent, draw
-from exercises.pictures import bars
 
 # The largest number of x, in units of the format's; just above 2^-20 the scale is below 2^20.
 RANGES = {"small": 1e-9, "large": 1e9, "edge": 2.0**-20 * (1 + 2**-23)}
@@ -103,16 +102,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"all_reduce": Sent(1, 2 * (case.ranks - 1) / case.ranks * 4)}] * case.ranks
 
 
-def picture(runs):
-    rows = {}
-    for case, records in runs[:2]:
-        product, x = records[0].values["the product with 1"], part(case, 0).double()
-        for i, error in enumerate(((product - x).abs() / x.abs()).mean(1).tolist()):
-            rows[f"{case.kind.removeprefix('float8_')}, about amax / {100**i:.0e}"] = 100 * error
-    return ["mean relative error of numbers of a tensor, in %", bars(rows, "{:5.1f}")]
-
-
-VERSIONS = """
+MISTAKES = """
 any_scale: The scale is no power of two: numbers are rounded when multiplied, and again in 8 bits.
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => scale = ratio
 power_above: The power of two is the next one above: the largest numbers exceed the format.
@@ -158,12 +148,4 @@ not_scaled: x is rounded without the scale: numbers that are too small become 0.
     (x * scale.to(x.dtype)) => x
 not_contiguous: The bytes lie in memory as x does, by columns: messages need them row by row.
     .contiguous() =>
-also_right:
-def quantise(x, kind, maximum=lambda amax: amax):
-    amax = maximum(largest(x)).clamp(min=SMALLEST_AMAX)
-    _, exponent = torch.frexp(torch.finfo(kind).max / amax)
-    scale = torch.ldexp(torch.ones_like(amax), exponent - 1)
-    scale = torch.where(amax.isinf(), torch.zeros_like(scale), scale)
-    rounded = (x.contiguous() * scale.to(x.dtype)).to(kind)
-    return Float8(rounded.view(torch.uint8), scale.reciprocal(), kind)
 """

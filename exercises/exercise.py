@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[1]  # of the course
 FOLDER = ROOT / "exercises"  # of what a student writes: a class has another one, see launch.py
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
 GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
-FUNCTIONS = {"cases", "on_rank", "picture", *GATE_OF}
-ALSO_RIGHT = "\nalso_right:\n"
+FUNCTIONS = {"cases", "on_rank", *GATE_OF}
 Dice = random.Random
+WIDTH = 100  # columns of what is printed
 
 
 class Case(SimpleNamespace):
@@ -120,7 +120,7 @@ def _pattern(old: list[str] | str) -> str:
 
 
 def mistakes_in(text: str) -> list[Mistake]:
-    """What stands in VERSIONS: `name: sentence`, then edits: `old => new`, or - and + lines."""
+    """What stands in MISTAKES: `name: sentence`, then edits: `old => new`, or - and + lines."""
     found: list[Mistake] = []
     before = ""
     for line in text.strip("\n").splitlines():
@@ -159,9 +159,7 @@ class Exercise:
         *self.hints, self.remember = [" ".join(text[2:].split()) for text in marked]
         defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
         self.gates = [gate for name, gate in GATE_OF.items() if name in defined]
-        # Known mistakes, and last a right version: a definition, or edits (source.also_right).
-        versions = constant(path, "VERSIONS")
-        self.text_of_mistakes, _, self.also_right = versions.partition(ALSO_RIGHT)
+        self.text_of_mistakes = constant(path, "MISTAKES")
         self.mistakes = mistakes_in(self.text_of_mistakes)
 
     def __getattr__(self, name: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from exercises.exercise import FOLDER, ROOT, Exercise, files, load
-from exercises.source import COURSE, NOT_WRITTEN, also_right, emptied, find
+from exercises.source import COURSE, NOT_WRITTEN, emptied, find
 
 KEPT = ["train.py", "create_config.py", "config.json", "pyproject.toml", "README.md", "LICENSE"]
 KEPT += [".gitignore", "CITATION.cff", "tests/published_runs.csv", "tests/published_runs_2.csv"]
@@ -124,7 +124,7 @@ def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
         target = find(exercise)
         file = target.path.relative_to(COURSE)
         yield f"## {exercise.title}\n\n{exercise.qualified_name}, {file}\n"
-        yield f"{_block(target.text)}\nAlso right:\n\n{_block(also_right(exercise))}"
+        yield _block(target.text)
         yield f"Known mistakes, each with its edits:\n\n{_block(exercise.text_of_mistakes)}"
 
 

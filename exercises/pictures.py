@@ -1,42 +1,57 @@
-"""Pictures as text, at most 100 columns wide, of what a student's version did."""
+"""What a right version did, as text: its messages in order and their bytes, or its results."""
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from textwrap import wrap
 
-if TYPE_CHECKING:
-    from exercises.ranks import Record
+from exercises.compare import shown
+from exercises.exercise import WIDTH, Case
+from exercises.ranks import Record
 
-WIDTH = 100
-
-
-def bars(rows: Mapping[str, float], number: str = "{:g}") -> str:
-    """A bar for each row, the longest one as long as there is room."""
-    name_width = max(map(len, rows))
-    texts = {name: number.format(value) for name, value in rows.items()}
-    room = WIDTH - name_width - max(map(len, texts.values())) - 4
-    scale = room / (max(rows.values()) or 1)
-    lines = [f"{n:{name_width}}  {texts[n]}  {'█' * round(v * scale)}" for n, v in rows.items()]
-    return "\n".join(lines)
+SHORT = {"all_reduce": "sum", "reduce_scatter": "scatter", "all_gather": "gather", "send": "s"}
+SHORT |= {"all_to_all": "swap", "receive": "r"}
+ABOUT = "(s0: a send begins; s0): it is awaited; r: a receive; sum, gather, ...: collectives"
+MOST_LINES = 16
 
 
-def timeline(records: list["Record"], names: Mapping[str, str] | None = None) -> str:
-    """What each rank did, in its order: `names` shorten operations and marks.
+def picture(runs: list[tuple[Case, list[Record]]]) -> str:
+    """Of the first case with the most ranks."""
+    case, records = max(runs, key=lambda run: run[0].ranks)
+    values = records[0].values
+    lines = [text for text in values.values() if isinstance(text, str) and "\n" in text]
+    if any(record.events for record in records):
+        lines = [ABOUT, *by_rank(map(timeline, records)), *by_rank(map(sends, records))]
+    elif not lines:  # a drawing
+        lines = [f"{name}: {shown(value)[0]}" for name, value in values.items()]
+    lines = [line for text in (str(case), *lines) for line in text.splitlines()]
+    lines = [part for line in lines for part in wrap(line, WIDTH, subsequent_indent=" " * 8)]
+    return "\n".join(lines if len(lines) <= MOST_LINES else [*lines[:MOST_LINES], "..."])
 
-    (all_reduce 0 begins the first one, and all_reduce 0) is the moment when it is awaited.
-    """
-    lines = []
-    for rank, record in enumerate(records):
-        words, labels, counts = [], {}, Counter()
-        for event in record.events:
-            name = (names or {}).get(event.what, event.what)
-            if event.kind == "start":
-                labels[event.number] = f"{name}{counts[name]}"
-                counts[name] += 1
-                words.append(f"({labels[event.number]}")
-            elif event.kind == "wait":
-                words.append(f"{labels[event.number]})")
-            else:
-                words.append(name)
-        lines.append(f"rank {rank}  " + " ".join(words))
-    return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
+
+def by_rank(texts: Iterable[str]) -> list[str]:
+    """A line for each rank, or one for all if they do the same."""
+    first, *others = texts = list(texts)
+    if all(text == first for text in others):
+        return [f"each rank  {first}"]
+    return [f"rank {rank}  {text}" for rank, text in enumerate(texts)]
+
+
+def timeline(record: Record) -> str:
+    """What a rank did, in its order; what it awaits at once has both brackets."""
+    words, labels, counts = [], {}, Counter()
+    for event in record.events:
+        what = SHORT.get(event.what, event.what)
+        if event.kind == "start":
+            labels[event.number] = f"{what}{counts[what]}"
+            counts[what] += 1
+            words.append(f"({labels[event.number]}")
+        elif event.kind == "wait" and words[-1] == f"({labels[event.number]}":
+            words[-1] += ")"
+        elif event.kind != "batch":
+            words.append(f"{labels[event.number]})" if event.kind == "wait" else what)
+    return " ".join(words)
+
+
+def sends(record: Record) -> str:
+    sent = (f"{n} x {what}, {size:g} bytes" for what, (n, size) in record.sent.items())
+    return f"sends {' and '.join(sent) or 'nothing'}"

@@ -33,9 +33,3 @@ def played(rank: Rank, plans: list[Plan], last: int) -> tuple[dict[str, Any], Ti
     results |= {"time": timeline.makespan, "drawing": rank.course.draw.draw(timeline)}
     results["bubble of each rank"] = [timeline.bubble(r) for r in range(len(plans))]
     return results, timeline
-
-
-def drawn(runs: list, stages: int, micro_batches: int) -> str:
-    """The drawing of the case with these sizes."""
-    by_sizes = {(c.stages, c.micro_batches): records[0].values for c, records in runs}
-    return by_sizes[stages, micro_batches]["drawing"]

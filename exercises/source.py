@@ -12,7 +12,7 @@ from pathlib import Path
 from symtable import symtable
 from typing import NamedTuple
 
-from exercises.exercise import ALSO_RIGHT, FOLDER, GATES, ROOT, Exercise, mistakes_in
+from exercises.exercise import FOLDER, GATES, ROOT, Exercise
 
 COURSE = ROOT / "picotron_min"
 NOT_WRITTEN = "raise NotImplementedError"
@@ -85,14 +85,6 @@ def solution(exercise: Exercise) -> str:
     """The file of a student who has copied the source."""
     target = find(exercise)
     return f"{_imports(exercise, target)}\n\n{target.text}"
-
-
-def also_right(exercise: Exercise) -> str:
-    """A file that is right and written in another way: it must pass."""
-    if exercise.also_right.startswith(("- ", "    ")):
-        (edited,) = mistakes_in(f"{ALSO_RIGHT}{exercise.also_right}")
-        return edited.apply(solution(exercise))
-    return exercise.also_right
 
 
 def starter(exercise: Exercise) -> str:
