@@ -26,9 +26,6 @@ from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.model import MLP, Llama
 
-PICTURED = ("HuggingFaceTB/SmolLM-135M", "HuggingFaceTB/SmolLM-1.7B")
-PICTURED += ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
-
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
@@ -51,7 +48,7 @@ def model_config(case: Case):
 
 
 def on_rank(rank, case: Case) -> dict:
-    flops, presets = rank.course.costs.model_flops_per_token, rank.course.public_models.PRESETS
+    flops = rank.course.costs.model_flops_per_token
     config = model_config(case)
     result = {"FLOPs per token": (whole := flops(config, case.length))}
     result["FLOPs that depend on the length"] = whole - flops(config, 0)
@@ -59,7 +56,7 @@ def on_rank(rank, case: Case) -> dict:
     result["FLOPs that doubling the vocabulary adds"] = more - whole
     more = flops(config.override(num_key_value_heads=4), case.length)
     result["FLOPs that two more key heads add"] = more - whole
-    return result | {"presets": {name: flops(presets[name], 2048) for name in PICTURED}}
+    return result
 
 
 def expected(case: Case) -> list[dict]:
@@ -99,21 +96,6 @@ tied_head_forgotten: A head that shares the embedding's matrix is left out: it c
     layers + head => layers + (not model_config.tie_word_embeddings) * head
 head_forgotten: The head is left out: each token is multiplied with all its V rows.
     + head_flops(model_config) =>
-layers_alike: All layers are counted like the first: layers of a mixture differ, and layers that
-    predict further tokens.
-- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
-+ first = sum(flops_of_layers(model_config, seq_length)[0].values())
-+ layers = model_config.num_layers * first
-further_heads_forgotten: lm_head is counted once: each layer that predicts a further token uses it
-    again, and head_flops counts all uses.
-    head_flops(model_config) => 2 * model_config.vocab_size * model_config.hidden_size
-further_layers_forgotten: Layers that predict further tokens are left out: num_layers counts them.
-- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
-+ parts_of = flops_of_layers(model_config, seq_length)[: model_config.num_hidden_layers]
-+ layers = sum(sum(parts.values()) for parts in parts_of)
-last_layer_only: Only the last layer is counted: in dicts merged into one, it replaces all others.
-- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
-+ layers = sum(flops_of_layers(model_config, seq_length)[-1].values())
 attention_not_halved: All pairs of attention are counted: a causal model needs half of them.
     sum(parts.values()) => sum(parts.values()) + parts["attention"]
 attention_forgotten: Attention's own products are left out: scores and weighted sums have no
@@ -124,14 +106,4 @@ twice_forward: The sum is twice forward, and should be three times: backward alo
     return 3 * => return 2 *
 of_a_sequence: The FLOPs of a whole sequence are returned: one token's are asked for.
     return 3 * => return 3 * seq_length *
-all_parameters: All parameters are counted, also the embedding, norms and experts that a token does
-    not use: no token is multiplied with these.
-- layers = sum(sum(parts.values()) for parts in flops_of_layers(model_config, seq_length))
-+ layers = sum(parts["attention"] for parts in flops_of_layers(model_config, seq_length))
-    head_flops(model_config) => 2 * parameter_count(model_config)
-scores_again: Attention's backward has the scores once more, as flash attention computes them: what
-    is computed twice is not the model's own.
-- return 3 * (layers + head_flops(model_config))
-+ again = sum(parts["attention"] // 2 for parts in flops_of_layers(model_config, seq_length))
-+ return 3 * (layers + head_flops(model_config)) + again
 """

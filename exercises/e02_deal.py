@@ -71,13 +71,6 @@ micro_batches_alike: All micro-batches have the same sequences: a step trains on
     (micro_batch * self.dp_size + self.dp_rank) => self.dp_rank
 ranks_overlap: Each rank begins one place after the one before it, not micro_batch_size places.
     + self.dp_rank) * self.micro_batch_size => ) * self.micro_batch_size + self.dp_rank
-brackets_left_out: Only the blocks of this micro-batch are multiplied by micro_batch_size: earlier
-    blocks have as many places.
-    + self.dp_rank) * => + self.dp_rank *
-    (micro_batch => micro_batch
-seen_before_added: What was seen before this run is counted twice: these are places in one global
-    batch, and `_starts` adds where that begins.
-    (first, first => (first := first + self.seen_before // self.seq_length, first
 micro_batches_overlap: A micro-batch begins after the places of one rank, not of all dp ranks.
     * self.dp_size + => +
 rank_by_rank: Each place is dealt once, but all micro-batches of a rank lie together: the global
@@ -89,6 +82,4 @@ dealt_like_cards: Places are dealt one by one, but a rank has micro_batch_size o
 - return np.arange(first, first + self.micro_batch_size)
 + first = micro_batch * self.dp_size * self.micro_batch_size + self.dp_rank
 + return first + self.dp_size * np.arange(self.micro_batch_size)
-micro_batches_for_ranks: The number of micro-batches stands where the number of ranks belongs.
-    micro_batch * self.dp_size => micro_batch * self.num_micro_batches
 """

@@ -29,7 +29,6 @@ from picotron_min.initialise import initial_std, initial_weight
 
 DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
-FROZEN = "have requires_grad=False"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -39,14 +38,11 @@ def cases(dice: Dice) -> list[Case]:
     cases = [Case(tp * pp * dp, tp=tp, pp=pp, dp=dp, vocab=vocab) for tp, pp, dp in sizes]
     for i, case in enumerate(cases):
         case.weights_seed = seed + (i >= 4)
-    for case in cases[2::4]:  # a layer that predicts a further token: one matrix is not cut
-        case.ahead = 1
     return cases
 
 
 def shape_of(case: Case):
-    ahead = getattr(case, "ahead", 0)
-    return ModelConfig(case.vocab, 16, 24, 2, 4, 4, num_nextn_predict_layers=ahead)
+    return ModelConfig(case.vocab, 16, 24, 2, 4, 4)
 
 
 def names_of_stage(names: list[str], stage: int, stages: int) -> list[str]:
@@ -56,16 +52,11 @@ def names_of_stage(names: list[str], stage: int, stages: int) -> list[str]:
     return [name for name in names if name.startswith(mine)]
 
 
-def has_owner(name: str) -> bool:
-    """Of what dp ranks divide: whether the last one has all of a matrix, not each some rows."""
-    return "layers.1." in name
-
-
 def part_of(name: str, whole, case: Case, tp: int, dp: int):
+    """What a rank owns: of matrices its part over tp, and of that its rows over dp."""
     if (dim := DIMS.get(name.split(".")[-2])) is None:
         return whole
-    mine = whole.chunk(case.tp, dim)[tp]
-    return mine[: len(mine) * (dp == case.dp - 1)] if has_owner(name) else mine.chunk(case.dp)[dp]
+    return whole.chunk(case.tp, dim)[tp].chunk(case.dp)[dp]
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -74,8 +65,7 @@ def on_rank(rank, case: Case) -> dict:
     table = placement.placements(shapes, layout, tied=False)
     for name, row in table.items():
         if row.cuts:  # the optimizer has less
-            shard = placement.Cut("dp", 0, case.dp - 1 if has_owner(name) else None)
-            table[name] = row._replace(further=(shard,))
+            table[name] = row._replace(further=(placement.Cut("dp", 0),))
     parameters = {}
     for name in names_of_stage(list(shapes), axes.pp.rank, case.pp):
         mine = part_of(name, torch.empty(shapes[name]), case, axes.tp.rank, axes.dp.rank)
@@ -92,7 +82,6 @@ def on_rank(rank, case: Case) -> dict:
         course.initialise(parameters, config, case.weights_seed, table, axes)
     moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != before[name]]
     results = {"first wrong draw": next(iter(wrong), "none"), "in new memory": moved}
-    results[FROZEN] = [name for name, p in parameters.items() if not p.requires_grad]
     return results | {name: p.detach() for name, p in parameters.items()}
 
 
@@ -105,7 +94,7 @@ def expected(case: Case) -> list[dict]:
         pp, dp = divmod(rest, case.dp)
         names = names_of_stage(list(shapes), pp, case.pp)
         mine = {n: part_of(n, whole[n], case, tp, dp) for n in names}
-        results.append({"first wrong draw": "none", "in new memory": [], FROZEN: []} | mine)
+        results.append({"first wrong draw": "none", "in new memory": []} | mine)
     return results
 
 
@@ -134,16 +123,4 @@ one_generator: All names share one generator: what is drawn for a layer depends 
 same_std: All matrices have the same std: those that write to the residual stream, o_proj and
     down_proj, start smaller, since two of them a layer add up.
     std = initial_std(name, model_config.num_hidden_layers) => std = 0.02
-own_part_own_seed: Each rank draws its own part, with a seed of its tp rank: the parts are not of
-    one matrix, and another layout starts elsewhere.
-    shapes[name], seed => tuple(parameter.shape), seed + axes.tp.rank
-    whole[mine] => whole
-layers_of_stage: The std depends on how many layers this stage has, not on how many the model has.
-    model_config.num_hidden_layers => sum("input_layernorm" in name for name in parameters)
-cuts_for_owned: Each rank fills what it computes with: where the optimizer is sharded, it must fill
-    what it owns, which is less.
-    .owned => .cuts
-all_layers: The std depends on all layers, also on those that predict further tokens: these are not
-    in the residual stream of the model's own layers.
-    model_config.num_hidden_layers => model_config.num_layers
 """

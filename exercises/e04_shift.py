@@ -71,10 +71,6 @@ def order(case: Case, rank: int, record) -> str | None:
 
 
 MISTAKES = """
-beyond_the_end: All that is beyond the last rank goes to rank 0: count on from rank 0.
-- to, source = ((axis.rank + d) % axis.size for d in (distance, -distance))
-+ to, source = axis.rank + distance, axis.rank - distance
-+ to, source = to if to < axis.size else 0, source if source >= 0 else axis.size - 1
 backwards: It sends to the previous rank and receives from the next: the ring turns the wrong way.
     to, source => source, to
 always_the_next: It ignores the distance: every tensor goes to the next rank.
@@ -90,11 +86,7 @@ awaited_at_once: It waits until the tensor has arrived: nothing can be computed 
     [send, receive]) => [send, receive]); self.wait()
 into_what_is_sent: It receives into the tensor that it sends: what arrives overwrites what leaves.
     torch.empty_like(tensor) => tensor
-share_in_the_ledger: The ledger counts (n-1)/n of the tensor, as of a collective: count the whole.
-    axis.ledger.record("shift", tensor) => axis.ledger.record("shift", tensor, axis.share)
 ranks_of_the_world: These are ranks of the world: in an axis use group_dst, group_src, group_peer.
     group_peer=to => peer=to
     group_peer=source => peer=source
-copy_kept: self.sent has a copy: the tensor that is sent may be freed while it travels.
-    self.sent = tensor => self.sent = tensor.clone()
 """

@@ -82,9 +82,6 @@ n_hops: There are n hops, one more than needed: the last one brings your own ten
 sources_below_0: Before rank 0 comes the last one, not rank -1: take sources modulo axis.size.
     (axis.rank - hop) % axis.size => axis.rank - hop
     yield axis.next, => yield axis.rank - axis.size + 1,
-always_the_previous: All that arrives is said to be the previous rank's, which only passes it on.
-    (axis.rank - hop) % axis.size => axis.previous if hop else axis.rank
-    yield axis.next, => yield axis.previous,
 all_first: All hops are done before the first tensor is yielded: n exist on each rank, and nothing
     travels while the rank computes.
     range(axis.size - 1): => []:
@@ -93,15 +90,8 @@ all_first: All hops are done before the first tensor is yielded: n exist on each
 + yield from (((axis.rank - hop) % axis.size, one) for hop, one in enumerate(kept))
 not_awaited: A tensor is yielded before it has arrived: its buffer holds anything.
     tensor = shift.wait() => tensor = shift.arriving
-own_left_out: Your own tensor is left out.
-    yield (axis => if hop: yield (axis
 last_left_out: The last tensor is left out: it arrives, and is not used.
 - yield axis.next, tensor  # after n-1 hops the tensor is the next rank's
 own_passed_on: Every hop sends this rank's own tensor again: what has arrived must be passed on.
     shift = Shift(tensor => mine = mine if hop else tensor; shift = Shift(mine
-straight_from_its_owner: Each tensor is sent straight from its owner: between ranks that are far
-    apart it crosses several links. Pass on to the next rank what has arrived.
-    shift = Shift(tensor, axis => mine = mine if hop else tensor; shift = Shift(mine, axis, hop + 1
-written_into_the_callers: What arrives is copied into the caller's tensor, which is still needed.
-    tensor = shift.wait() => tensor.copy_(shift.wait())
 """

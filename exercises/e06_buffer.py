@@ -99,8 +99,4 @@ rows_counted: A part begins after the rows of the parameters before, not after t
 - views = self.gradients.split(sizes)
 + begins = [sum(map(len, list(parameters.values())[:i])) for i in range(len(sizes))]
 + views = [self.gradients[i : i + n] for i, n in zip(begins, sizes, strict=True)]
-padded: Parts are filled up to 64 numbers: the buffer is longer than the gradients, and is sent
-    whole.
-    [parameter.numel() for => [-(-parameter.numel() // 64) * 64 for
-    view.view_as(parameter) => view[: parameter.numel()].view_as(parameter)
 """

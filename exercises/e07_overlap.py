@@ -122,10 +122,6 @@ def order(case: Case, rank: int, record) -> str | None:
 MISTAKES = """
 sent_too_early: A bucket is sent when its first parameter is complete: later gradients are lost.
     any => all
-first_name_only: Of a bucket only the first parameter is looked at: others may still wait.
-    any(self.missing[name] for name in bucket.names) => self.missing[bucket.names[0]]
-last_name_only: Of a bucket only the last parameter is looked at: others may still wait.
-    any(self.missing[name] for name in bucket.names) => self.missing[bucket.names[-1]]
 all_at_the_end: All buckets are sent after the last gradient: nothing travels while backward runs.
     [len(self.works) :]: => [len(self.works) :] if not any(self.missing.values()) else []:
 one_each_call: A call begins at most one bucket: where it could begin two, the last is never sent.

@@ -150,32 +150,8 @@ def order(case: Case, rank: int, record) -> str | None:
 
 
 MISTAKES = """
-added_to_new_memory: Where each backward has a new buffer, gradients are added to memory that
-    nothing has set: the first ones must replace it.
-    self.reduces_each or not => not
-always_added: The first gradients, too, are added to what a new buffer or the last step has there.
-    copy_(part) if is_first else inside. =>
-others_ended: Reductions are ended also where that frees no buffer: they may travel until the end.
-- if self.reduces_each:
--     self._finish_reductions()
-+ self._finish_reductions()
-weights_gradient: weight.grad is taken for the gradient, which a queue does not set: see arguments.
-    is_first = => gradient = self.weights[name].grad; is_first =
-own_list: self.travelling is made anew: units share that list, so that each can end the others'
-    reductions. Append to it.
-    self.travelling.append( => self.travelling = [*self.travelling]; self.travelling.append(
-sent_once: The buffer is summed once a step, also where each backward should: whole gradients of all
-    units are alive until then.
-    self.reduces_each or not => not
-    reduces_each or self. =>
 sums_not_wide: Gradients are added in their own dtype: in bfloat16 each sum is rounded.
     inside.add_(part) => inside.copy_(inside.to(part.dtype) + part)
-buffer_not_wide: The buffer has the dtype of the gradient: in bfloat16 the sum over the ranks is
-    rounded. self.row is wide.
-    self.row.new_empty( => gradient.new_empty(
-rounded_first: Gradients are brought into the weight's dtype: from a queue they can be wider, and
-    are rounded before they are summed.
-    self.buffer, gradient) => self.buffer, gradient.to(self.weights[name].dtype))
 always_replaced: Each gradient replaces the one before: earlier micro-batches' are lost.
     inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
 never_replaced: A step's first gradient is added to what the step before has left in the buffer.
@@ -185,17 +161,9 @@ gradient_not_freed: weight.grad is not set to None: autograd adds the next gradi
     self.weights[name].grad = None => pass
 sent_too_early: The buffer is sent when the first of its matrices has a gradient, not the last.
     min(self.arrivals.values()) => max(self.arrivals.values())
-first_is_last: A backward is taken to end with the unit's first matrix: autograd brings it last, but
-    a queue brings them in another order. Wait for all.
-    min(self.arrivals.values()) => next(iter(self.arrivals.values()))
 buffer_kept: The buffer travels, and the next backward writes into it: it needs a new one.
     self.buffer = None => pass
 earlier_ones_not_ended: Reductions that travel are not ended before the next one: all buffers of a
     step are alive at the same time.
     self._finish_reductions() => pass
-not_travelling: The reduction is begun, but not put in self.travelling: it is never ended.
-    self.travelling.append((self, self.buffer, reduction)) => pass
-new_each_time: Where each backward has a new buffer, each gradient gets one: what other matrices of
-    the unit have put into it is lost.
-    if self.buffer is None: => if self.buffer is None or self.reduces_each:
 """

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from exercises.compare import SumOf
-from exercises.cut_model import add_up, put_together
 from exercises.exercise import Case, Dice, draw
+from exercises.ranks import Rank
+from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.model_config import ModelConfig
 
@@ -66,13 +67,33 @@ def on_rank(rank, case: Case) -> dict:
     counts = put_together(rank, axes, table, shapes, ones)
     results |= {COUNTS(name): count for name, count in counts.items()}
     results["hidden matrices"] = [name for name in shapes if table[name].is_hidden_matrix]
-    results["parts"] = {name: tuple(g.shape) for name, g in gradients.items() if g.numel()}
     for name in UNKNOWN:
         results[f"of {name}"] = course.placement._placement(name, layout, False)
     for what, (sizes, tied) in ONE_RANK.items():
         row = course.placement._placement(EMBEDDING, course.settings.Layout(**sizes), tied)
         results[f"copies and sums of {what}"] = [*row.copies, *row.sums]
     results["elements"] = sum(gradient.numel() for gradient in gradients.values())
+    return results
+
+
+def add_up(rank: Rank, axes: Axes, table: dict, gradients: dict[str, Tensor]) -> None:
+    """Sums each rank's part of every gradient over ranks, in place."""
+    for name, gradient in gradients.items():
+        for axis in table[name].sums:
+            rank.course.collectives.all_reduce(gradient, axes[axis])
+
+
+def put_together(
+    rank: Rank, axes: Axes, table: dict, shapes: dict, parts: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Whole tensors, as the gradient norm counts them: of each part the first of its copies."""
+    course, results = rank.course, {}
+    for name, mine in parts.items():
+        whole = mine.new_zeros(shapes[name])
+        if all(axes.ranks[axis] == 0 for axis in table[name].copies):
+            place = course.placement.part(shapes[name], table[name].cuts, axes.ranks, axes.sizes)
+            whole[place] = mine
+        results[name] = course.collectives.all_reduce(whole, axes.world)
     return results
 
 
@@ -166,29 +187,10 @@ nothing_cut: Nothing is cut over tp: all ranks compute everything, and sums are 
 norms_not_summed: With sequence parallelism each rank has seen a part of the tokens, and its
     gradient of a norm is a part of the sum.
     ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp",)
-norms_always_summed: The gradients of norms are summed over tp without sequence parallelism, too:
-    there all ranks have the whole gradient, and it becomes tp times too large.
-    ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp_tp",)
 cp_forgotten: The gradients of hidden matrices are summed over dp alone: ranks of cp have other
     tokens, too.
     ("dp_cp",), sums=("dp_cp",) => ("dp_cp",), sums=("dp",)
 tied_not_summed: A tied embedding has a copy on the first and on the last stage, and their gradients
     are not added: the copies drift apart.
     sums=axes => sums=("dp_cp",)
-names_taken_literally: Column-parallel is taken to mean columns, and row-parallel rows: these are
-    columns and rows of W^T, and a weight here is W, [out, in].
-    1 if module in ROW_PARALLEL else 0 => int(module in COLUMN_PARALLEL)
-parts_of_names: A name is searched for a known one in any place: names that hold it get its row.
-    module in HIDDEN => any(one in name for one in HIDDEN)
-    module in VOCABULARY_PARALLEL => any(one in name for one in VOCABULARY_PARALLEL)
-    module in NORMS => any(one in name for one in NORMS)
-ends_always_differ: With more than one stage a tied embedding is taken to be on two ranks: in a V
-    the first and the last stage are on one.
-    not share_rank => layout.pp > 1
-norms_counted_often: With sequence parallelism norms are taken to differ between tp ranks: only
-    their gradients do, before the sum, and a norm counts once.
-    copies=("dp_cp", "tp") => copies=("dp_cp",) if layout.sequence_parallel else ("dp_cp", "tp")
-ends_forgotten: The row of embed_tokens has no `ends`: a tied weight has this row only, none as
-    lm_head. Its copies on both ends drift apart, and the gradient norm counts both.
-    tied and not => tied and module == "lm_head" and not
 """

@@ -57,20 +57,12 @@ MISTAKES = """
 not_summed: Products are not summed over the ranks: each continues with its own part.
     y, work = self.start_sum(add_products(xs, products)) => y = add_products(xs, products)
     work.wait() => pass
-copy_summed: A copy is summed, and the result is not used: an all-reduce works in place.
-    start_all_reduce(y, => start_all_reduce(y.clone(),
 averaged: The ranks' parts are averaged: what comes out is tp times too small.
     start_all_reduce(y, self.axis => start_all_reduce(y, self.axis, dist.ReduceOp.AVG
 whole_summed: What all ranks have already is summed once more, forward and backward: it becomes tp
     times too large in each sublayer.
 - return x
 + return collectives.all_reduce(x.clone(), self.axis)
-maximum_over_ranks: maximum asks all ranks: they have the same x, and so its largest number.
-- return amax
-+ return collectives.all_reduce(amax.clone(), self.axis, dist.ReduceOp.MAX)
-contiguous_copy: Of a y that is not contiguous a copy is summed, and y itself is returned.
-    y = y.contiguous() => pass
-    start_all_reduce(y, => start_all_reduce(y.contiguous(),
 own_messages: `start_sum` and `whole` are not called: SequenceBoundary, which replaces them, sends
     the wrong messages.
 - x = self.whole(x)
@@ -80,8 +72,6 @@ meanwhile_first: `meanwhile` is called before the sum is started: the ranks belo
     y, work = self => meanwhile(); y, work = self
 never_awaited: The result is used without a wait: the sum may not have arrived.
     work.wait() =>
-one_product_only: Only the first of the products is summed: all linears that share an input count.
-    add_products(xs, products) => products[0](xs[0])
 each_product_summed: Each product is summed over the ranks by itself: added up before, they need
     one message.
 - y, work = self.start_sum(add_products(xs, products))
@@ -90,9 +80,4 @@ each_product_summed: Each product is summed over the ranks by itself: added up b
 + begun = [self.start_sum(product(x)) for x, product in zip(xs, products)]
 + meanwhile()
 + y = sum([y for y, work in begun if work.wait() or True])
-own_all_reduce: `multiply_scatter` does not call `start_sum`, and SequenceBoundary replaces just
-    that: its sum must be a reduce-scatter.
-- y, work = self.start_sum(add_products(xs, products))
-+ y = add_products(xs, products).contiguous()
-+ work = collectives.start_all_reduce(y, self.axis)
 """

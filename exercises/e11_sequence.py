@@ -77,8 +77,6 @@ awaited_at_once: `start_sum` waits until the sum is there: weight gradients are 
     y, self.axis, dim=1) => y, self.axis, dim=1); begun[1].wait(); return begun
 averaged: The ranks' parts are averaged: what comes out is tp times too small.
     start_reduce_scatter(y, => start_reduce_scatter(y / self.axis.size,
-maximum_added: The ranks' largest values are added up: `maximum` needs the operation MAX.
-    , op=dist.ReduceOp.MAX =>
 own_maximum: `maximum` returns this rank's own value: all need the largest of all ranks.
 - return _all_reduce(amax, self.axis, op=dist.ReduceOp.MAX)
 + return amax

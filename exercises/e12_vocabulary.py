@@ -113,76 +113,17 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 MISTAKES = """
 own_maximum: Each slice subtracts its own maximum: their sums have different scales.
     vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
-maximum_unused: Each slice subtracts its own maximum, though the common one is computed: their sums
-    have different scales.
-- logits -= vocabulary.maximum(logits.amax(-1))[:, None]
-+ own = logits.amax(-1)[:, None]
-+ vocabulary.maximum(own.clone())
-+ logits -= own
-probability_first: The loss is the logarithm of a probability, which is 0 for a logit far below.
-    (sums.log() - target_logits) => -(target_logits.exp() / sums).log()
 no_maximum: No maximum is subtracted: exp() overflows for large logits, and inf / inf is NaN.
     logits -= vocabulary.maximum(logits.amax(-1))[:, None] => pass
-one_maximum: One maximum is subtracted from all tokens: all exponentials of a token far below are 0,
-    and so is their sum. Each token has its own.
-    vocabulary.maximum(logits.amax(-1))[:, None] => vocabulary.maximum(logits.amax(-1)).amax()
-target_not_shifted: The target's logit is the one before the maximum was subtracted, and the sum is
-    of exponentials after it: subtract the maximum from both.
-    logits -= => unshifted = logits.clone(); logits -=
-    [exponentials.sum(-1), at_target => [exponentials.sum(-1), unshifted.gather(1, ids)[:, 0]
-lse_added: The log-sum-exps of slices are added. They are logarithms: add what they are of.
-    logits -= vocabulary.maximum(logits.amax(-1))[:, None] => lse = logits.logsumexp(-1)
-    exponentials = logits.exp_() =>
-    [exponentials.sum(-1), => [lse,
-    (sums.log() - => (sums -
-    scale = counts / sums => scale, exponentials = counts * 1.0, (logits - sums[:, None]).exp()
-    at_target.exp() => (at_target - sums).exp()
 own_sum: Each slice divides by its own sum of exponentials: softmax is over the whole vocabulary.
 - sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
 + sums, target_logits = exponentials.sum(-1), vocabulary.total(at_target * is_here)
 target_added_by_all: Every rank adds a logit for the target, also where its slice does not have it.
     * is_here => * counts
-target_not_summed: The target's logit is not summed: the ranks that do not have it get another loss.
-- sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
-+ sums, target_logits = vocabulary.total(exponentials.sum(-1)), at_target * is_here
-one_subtracted_everywhere: Every rank subtracts 1 somewhere: only the target's rank must.
-    is_here.to => counts.to
-one_subtracted_at_nearest: Every rank subtracts 1, at its nearest id: only the target's rank must.
-    .where(is_here, 0) => .clamp(0, logits.shape[1] - 1)
-    is_here.to => counts.to
-here_everywhere: A target of another slice is taken for id 0 of this one: it counts here, too.
-    ids.where(is_here, 0)[:, None] => ids.where(is_here, 0)[:, None]; is_here = counts
-nearest_id: A target of another slice is taken for the nearest id of this one: it counts here, too.
-    counts & (ids >= 0) & (ids < logits.shape[1]) => counts
-    .where(is_here, 0) => .clamp(0, logits.shape[1] - 1)
-no_lower_bound: A target of an earlier slice, whose id is negative here, is taken for the first id.
-    (ids >= 0) & =>
-    ids = ids.where(is_here, 0) => ids = ids.where(is_here, 0).clamp(0)
 own_ids: Targets are used as ids within the slice, which begins at `first`.
     ids = targets - vocabulary.first => ids = targets
-ignored_in_loss: A target that is to be ignored has a loss.
-    (sums.log() - target_logits) * counts => (sums.log() - target_logits)
 ignored_in_gradient: A target that is to be ignored has a gradient.
     scale = counts / sums => scale = 1 / sums
 not_wide: Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.
     logits = wide(x @ weight.T) => logits = x @ weight.T
-rounded_twice: In bfloat16 the probability of a target is rounded, and then 1 is subtracted: near 1
-    no digit is left. Subtract first.
-    scatter_(1, ids, gradient_at_target => scatter_add_(1, ids, -is_here
-wrong_sign: The gradient has the wrong sign: it is softmax, minus 1 at the target.
-    return losses, gradient => return losses, -gradient
-three_messages: The sum and the target's logit are sent one by one: stacked, they are one message.
-    vocabulary.total(torch.stack([ => map(vocabulary.total, ([
-wide_at_the_end: Only the loss is made wide, at its end: in bfloat16 a sum of exponentials has
-    three digits, and so has the softmax before 1 is subtracted.
-    logits = wide(x @ weight.T) => logits = x @ weight.T
-    losses = (sums.log() - target_logits) => losses = wide(sums.log() - target_logits)
-    scatter_(1, ids, gradient_at_target => scatter_add_(1, ids, -is_here
-no_upper_bound: A target of a later slice is taken for the last id.
-    & (ids < logits.shape[1]) =>
-    ids = ids.where(is_here, 0) => ids = ids.where(is_here, 0).clamp(max=logits.shape[1] - 1)
-own_softmax: The gradient's softmax is over this rank's slice, not over the whole vocabulary.
-    scale = counts / sums => scale = counts / exponentials.sum(-1)
-averaged: The gradient is divided by the number of tokens that count: the step divides already.
-    [:, None].to(x.dtype)) => [:, None].to(x.dtype)) / counts.sum()
 """

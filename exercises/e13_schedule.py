@@ -17,8 +17,16 @@ Read: pipeline_schedule.py.
   production: `torch.distributed.pipelining.Schedule1F1B`.
 """
 
+from typing import Any
+
 from exercises.exercise import Case, Dice
-from exercises.plans import FINE, played
+from exercises.ranks import Rank
+from exercises.world import Deadlock
+from picotron_min.extensions.schedules.simulator import Timeline
+from picotron_min.pipeline_schedule import Plan
+
+PROBLEM = "what is wrong with the plans"
+FINE = {PROBLEM: "nothing"}
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -33,6 +41,30 @@ def on_rank(rank, case: Case) -> dict:
     if timeline:
         results["most micro-batches alive"] = [*map(rank.course.simulator.peak_live, plans)]
     return results
+
+
+def played(rank: Rank, plans: list[Plan], last: int) -> tuple[dict[str, Any], Timeline | None]:
+    """Results that all schedules have, and the timeline; `last`: the largest micro-batch.
+
+    Deadlock has the circle of ranks.
+    """
+    results = FINE | {"plans": [[str(action) for action in plan] for plan in plans]}
+    for r, action in ((r, action) for r, plan in enumerate(plans) for action in plan):
+        if not 0 <= action.micro_batch <= last:  # the simulator would miss the rest
+            problem = f"rank {r} has '{action}', but the last micro-batch is {last}"
+            return results | {PROBLEM: problem}, None
+    # The simulator expects that every rank has something to do.
+    if idle := [r for r, plan in enumerate(plans) if not plan]:
+        return results | {PROBLEM: f"rank {idle[0]} has nothing to do"}, None
+    try:
+        timeline = rank.course.simulator.simulate(plans)
+    except ValueError as error:
+        if "deadlock" in str(error):
+            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
+        return results | {PROBLEM: str(error)}, None
+    results |= {"time": timeline.makespan, "drawing": rank.course.draw.draw(timeline)}
+    results["bubble of each rank"] = [timeline.bubble(r) for r in range(len(plans))]
+    return results, timeline
 
 
 def expected(case: Case) -> list[dict]:
@@ -58,58 +90,11 @@ other_end: The warm-up is counted from the other end: the first rank has none, a
 all_forwards_first: All forwards come first. The bubble is the same, but all micro-batches are
     alive: with 4 ranks and 8 micro-batches 8, not 4.
     ranks - rank - 1 => num_micro_batches
-twice_the_warmup: The warm-up is twice as long as needed, as with interleaved stages: one forward
-    for each rank behind is enough.
-    ranks - rank - 1 => 2 * (ranks - rank - 1)
 warmup_too_short: The warm-up is one forward too short: some rank behind has nothing to do while
     this one waits for a gradient.
     ranks - rank - 1 => max(0, ranks - rank - 2)
-no_minimum: Where there are fewer micro-batches than ranks behind, the warm-up has forwards of
-    others, which do not exist.
-- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
-+ F, B, m, w = Kind.FORWARD, Kind.BACKWARD, num_micro_batches, ranks - rank - 1
-+ turns = [Action(kind, i - w * (kind is B)) for i in range(w, m) for kind in (F, B)]
-+ return [*(Action(F, i) for i in range(w)), *turns, *(Action(B, i) for i in range(m - w, m))]
-newest_first: A backward follows the forward of the same micro-batch, and the warm-up's come
-    last: the newest gradient is not there yet.
-- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
-+ m, w = num_micro_batches, min(num_micro_batches, ranks - rank - 1)
-+ plan = alternating([m], chunks, w)
-+ new = [a._replace(micro_batch=(a.micro_batch + w) % m) for a in plan]
-+ return [b if a.kind is Kind.BACKWARD else a for a, b in zip(plan, new, strict=True)]
-stack: Backwards take the newest micro-batch first, as from a stack: its gradient comes last, and
-    the rank waits for it.
-- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
-+ plan, alive = alternating([num_micro_batches], chunks, ranks - rank - 1), []
-+ for i, a in enumerate(plan):
-+     alive += [a.micro_batch] * (a.kind is Kind.FORWARD)
-+     plan[i] = a if a.kind is Kind.FORWARD else a._replace(micro_batch=alive.pop())
-+ return plan
 no_cool_down: There is no cool-down: as many backwards as the warm-up has forwards are missing.
 - return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
 + m, w = num_micro_batches, min(num_micro_batches, ranks - rank - 1)
 + return alternating([m], chunks, w)[: 2 * m - w]
-as_many_as_micro_batches: The warm-up is counted from the micro-batches: it depends on the ranks
-    behind, however many micro-batches follow.
-    ranks - rank - 1 => max(0, num_micro_batches - rank - 1)
-warmup_not_cut: Where there are fewer micro-batches than ranks behind, the warm-up has forwards of
-    micro-batches that do not exist; the backwards are right.
-- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
-+ plan, w = alternating([num_micro_batches], chunks, ranks - rank - 1), ranks - rank - 1
-+ return [Action(Kind.FORWARD, i) for i in range(w)] + plan[min(num_micro_batches, w) :]
-one_backward_missing: The cool-down begins one backward too late: the first of its gradients is
-    never sent on.
-- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
-+ plan, m = alternating([num_micro_batches], chunks, ranks - rank - 1), num_micro_batches
-+ first = Action(Kind.BACKWARD, max(0, m - (ranks - rank - 1)))
-+ return [action for action in plan if rank == ranks - 1 or action != first]
-groups_of_ranks: Micro-batches come in groups of as many as there are ranks, as with interleaved
-    stages: those that are left over are never run.
-    [num_micro_batches] => [ranks] * (num_micro_batches // ranks)
-cool_down_from_a_stack: The cool-down takes the newest micro-batch first, as from a stack: its
-    gradient comes last, and the rank waits for it.
-- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
-+ plan, w = alternating([num_micro_batches], chunks, ranks - rank - 1), ranks - rank - 1
-+ begin = len(plan) - min(num_micro_batches, w)
-+ return plan[:begin] + plan[begin:][::-1]
 """

@@ -36,13 +36,13 @@ from exercises.exercise import Case, Dice, draw
 from picotron_min.extensions.schedules.registry import SCHEDULES
 
 B, S, E, V = 2, 3, 4, 11
-READ = "micro-batches read in the second step"
+GRAPH = "the totals, and what is sent, have a graph"
 
 
 def cases(dice: Dice) -> list[Case]:
     return [
         Case(2, engine="afab", micro_batches=8, chunks=1, training=True),
-        Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True, extra=1),
+        Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True),
         Case(2, engine="interleaved", micro_batches=4, chunks=2, training=True),
         # In a V, one rank has stages that are neighbours: no message is between them.
         Case(dice.choice((2, 3)), engine="zb_v", micro_batches=8, chunks=2, training=False),
@@ -50,29 +50,23 @@ def cases(dice: Dice) -> list[Case]:
     ]
 
 
-def weight(case: Case, stage: int, last: int) -> list[Tensor]:
+def weights_of(case: Case, stage: int, last: int) -> list[Tensor]:
     """Of a stage: its matrix, the embedding of the first one, the head of the last one."""
     shapes = [(E, E), *([(V, E)] if stage in (0, last) else [])]
     weights = [draw(case, "weight", stage, i, shape=shape) for i, shape in enumerate(shapes)]
     return [w.requires_grad_(case.training) for w in weights]
 
 
-def batch_of(case: Case, i: int) -> tuple[Tensor, Tensor]:
+def batch_of(case: Case, i: int) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Tokens, targets, positions, and what the model gets beside them."""
     tokens, targets = (draw(case, "tokens", i, shape=(2, B, S)) * 1000).long() % V
     targets[0, : i % S] = -100  # another number of targets in each micro-batch
-    return tokens, targets
+    return tokens, targets, torch.arange(S), (draw(case, "extra", i, shape=(S, 1)),)
 
 
-def extra_of(case: Case, i: int) -> tuple[Tensor, ...]:
-    """What the model gets beside tokens: the same for all stages, another for each micro-batch."""
-    return tuple(draw(case, "extra", i, shape=(S, 1)) for _ in range(getattr(case, "extra", 0)))
-
-
-def forward(
-    weights: list[Tensor], x: Tensor, first: bool, positions: Tensor, targets, *extra: Tensor
-) -> Tensor:
-    x = F.embedding(x, weights[1]) if first else x
-    x = (x @ weights[0] + positions[:, None] / 10 + sum(extra)).tanh()
+def forward(weights: list[Tensor], x: Tensor, positions: Tensor, targets, extra: Tensor) -> Tensor:
+    x = x if x.is_floating_point() else F.embedding(x, weights[1])
+    x = (x @ weights[0] + positions[:, None] / 10 + extra).tanh()
     if targets is None:
         return x
     return F.cross_entropy((x @ weights[1].T).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -82,7 +76,7 @@ class Outputs:
     """How many outputs are alive, now and when each forward began."""
 
     def __init__(self) -> None:
-        self.alive, self.counts, self.watched, self.now = 0, [], [], []
+        self.alive, self.counts = 0, []
 
     def copy(self, values: Tensor) -> Tensor:
         """The same values, in memory that counts as long as any tensor or view lies in it."""
@@ -96,12 +90,8 @@ class Outputs:
 
     @contextlib.contextmanager
     def watch(self, action):
-        if action.kind.value == "F":
-            self.counts.append(self.alive)
-            self.now = [f"F{action.micro_batch}"]
-            self.watched += self.now
+        self.counts += [self.alive] * (action.kind.value == "F")
         yield
-        self.now = []
 
 
 class _Copy(torch.autograd.Function):
@@ -124,84 +114,60 @@ class PartOfModel(nn.Module):
         gets = f"{self.stage} gets {'an activation' if x.is_floating_point() else 'tokens'}"
         gets += f" with{'out' * (targets is None)} targets"
         assert (x.is_floating_point(), targets is None) == (not first, not last), gets
-        y = forward(list(self.weights), x, first, positions, targets, *extra)
+        y = forward(list(self.weights), x, positions, targets, *extra)
         return _Copy.apply(self.outputs, y)
 
 
 def on_rank(rank, case: Case) -> dict:
     course, p, v = rank.course, case.ranks, case.chunks
-    axis, parallel = rank.axis("pp"), course.pipeline_parallel
-    outputs, chunks = Outputs(), []
-    seen = {"graphs": [], "read": [], "moved": 0, "awaited": []}
+    axis, parallel, outputs = rank.axis("pp"), course.pipeline_parallel, Outputs()
+    chunks, read, graphs = [], [], []
     schedule = course.registry.SCHEDULES[case.engine]
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
-        mine = weight(case, stage.layers.start, p * v - 1)
+        mine = weights_of(case, stage.layers.start, p * v - 1)
         chunks.append(parallel.Chunk(stage, PartOfModel(mine, stage, outputs)))
 
-    class Batch(course.data.Batch):
-        def to(self, device):
-            seen["moved"] += 1
-            return super().to(device)
-
-    def read(i: int) -> Batch:
-        seen["read"].append(i)
-        i += before
-        return Batch(*batch_of(case, i), torch.arange(S), extra_of(case, i))
+    def read_batch(i: int):
+        read.append(i)
+        return course.data.Batch(*batch_of(case, i))
 
     def record(collective: str, tensor: Tensor, *share: float) -> None:  # of all that is sent
-        seen["graphs"].append(tensor.requires_grad)
+        graphs.append(tensor.requires_grad)
         in_ledger(collective, tensor, *share)
-
-    def arrived(*key) -> Tensor:
-        seen["awaited"] += outputs.now  # what runs meanwhile
-        return awaited(*key)
 
     in_ledger, axis.ledger.record = axis.ledger.record, record
     empty = partial(torch.empty, B, S, E, dtype=torch.float64)
     pipeline = parallel.Pipeline(chunks, axis, torch.device("cpu"), empty)
-    awaited, pipeline._arrived = pipeline._arrived, arrived
     build = course.pipeline_messages.build_plans
     plan = build(schedule, p, case.micro_batches, v, training=case.training)[rank.number]
-    weights = [w for chunk in chunks for w in chunk.model.weights]
     with torch.set_grad_enabled(case.training):
-        before = case.micro_batches  # of an earlier step, which has others
-        pipeline.run(plan, read)
-        before, seen["read"], seen["moved"] = 0, [], 0
-        for w in weights:
-            w.grad = None
-        totals = pipeline.run(plan, read, outputs.watch)
-    results = {READ: sorted(seen["read"]), "watched": sorted(outputs.watched)}
-    results["[loss, number of targets]"] = totals.detach()
+        totals = pipeline.run(plan, read_batch, outputs.watch)
+    results = {"micro-batches read": sorted(read), "[loss, number of targets]": totals.detach()}
+    weights = [w for chunk in chunks for w in chunk.model.weights]
     results["gradients"] = [w.grad for w in weights if w.grad is not None]
-    has_graph = totals.requires_grad, any(seen["graphs"])
-    results |= {"the totals, and what is sent, have a graph": has_graph}
-    results |= {"awaited within self.watch": seen["awaited"], "outputs alive": outputs.counts}
-    results["left in self.live"] = len(pipeline.live)
-    return results | {"batches moved to self.device": seen["moved"]}
+    results |= {GRAPH: (totals.requires_grad, any(graphs)), "outputs alive": outputs.counts}
+    return results | {"left in self.live": len(pipeline.live)}
 
 
 def expected(case: Case) -> list[dict]:
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
-    weights = [weight(case, stage, last) for stage in range(last + 1)]
-    total, number = torch.zeros((), dtype=torch.float64), 0
+    weights = [weights_of(case, stage, last) for stage in range(last + 1)]
+    total, number, results = torch.zeros((), dtype=torch.float64), 0, []
     for i in range(case.micro_batches):
-        x, targets = batch_of(case, i)
+        x, targets, positions, extra = batch_of(case, i)
         for stage, mine in enumerate(weights):
-            wanted = targets if stage == last else None
-            x = forward(mine, x, stage == 0, torch.arange(S), wanted, *extra_of(case, i))
+            x = forward(mine, x, positions, targets if stage == last else None, *extra)
         total, number = total + x, number + int((targets >= 0).sum())
     if case.training:
         total.backward()
-    common, results = {"the totals, and what is sent, have a graph": (False, False)}, []
-    common |= {"awaited within self.watch": [], "left in self.live": 0}
     totals = torch.tensor([total.item(), number], dtype=torch.float64)
     for rank in range(case.ranks):
         stages = [stage for stage in range(last + 1) if place(stage, case.ranks)[0] == rank]
         gradients = [w.grad for stage in stages for w in weights[stage] if w.grad is not None]
         read = [i for i in range(case.micro_batches) for _ in stages]  # once in each forward
-        mine = {READ: read, "[loss, number of targets]": totals * (last in stages)}
-        mine |= {"gradients": gradients, "watched": sorted(f"F{i}" for i in read)}
-        results.append(common | mine | {"batches moved to self.device": len(read)})
+        mine = {"micro-batches read": read, "[loss, number of targets]": totals * (last in stages)}
+        mine |= {"gradients": gradients, GRAPH: (False, False), "left in self.live": 0}
+        results.append(mine)
     return results
 
 
@@ -222,33 +188,11 @@ loss_with_graph: The loss is added with its graph: the totals keep the graphs of
     self.totals[0] += out.detach() => self.totals[0] += out
 no_leaf: The input in self.live has no gradient to send back: it must be a leaf that requires one.
     x.requires_grad_(torch.is_grad_enabled()) => pass
-every_stage_counts: Every stage adds its output to the loss: only the last one has a loss.
-    c] = out.detach() => c] = out.detach(); self.totals[0] += out.detach().sum()
 micro_batches_counted: Micro-batches are counted, and not targets: each has another number of them.
     batch.num_targets => 1
-read_again: The micro-batch is read, and moved to the device, once more for its targets.
-    batch.targets if => self.read(i).to(self.device).targets if
 last_loss: The loss replaces what is in the totals: of all micro-batches only the last one counts.
     self.totals[0] += out => self.totals[0] = out
-no_positions: The model gets the same position for every token, not batch.positions.
-    batch.positions => torch.zeros_like(batch.positions)
-first_batch: Every forward reads micro-batch 0: the others are never seen.
-    self.read(i) => self.read(0)
-extra_left_out: The model does not get batch.extra, which some kinds of attention need.
-    , targets, *batch.extra) => , targets)
 kept_in_evaluation: Inputs are kept in self.live in evaluation, too: no backward takes them out.
     if torch.is_grad_enabled(): => if True:
     get_gradient_edge(out) => get_gradient_edge(out) if out.requires_grad else None
-waits_within_the_watch: It waits for the activation of the previous stage within self.watch: that
-    time counts as computing.
-- x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
-- if not stage.is_first:
--     x.requires_grad_(torch.is_grad_enabled())  # a leaf: the graph of a stage begins here
-- with self.watch(action):
-+ with self.watch(action):
-+     x = batch.tokens if stage.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, i, c)
-+     if not stage.is_first:
-+         x.requires_grad_(torch.is_grad_enabled())
-ignored_counted: All targets are counted, also those that are ignored.
-    batch.num_targets => batch.targets.numel()
 """

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from exercises.exercise import Case, Dice, Sent, draw
 
-RATIO, READ = "square of each gradient / the right one", "what the host reads, on meta"
+READ = "what the host reads, on meta"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -73,18 +73,7 @@ def on_rank(rank, case: Case) -> dict:
     share = measure(parameters, table, axes.ranks, case.zeros)
     total = course.collectives.all_reduce(share.clone(), axes.world)
     changed = [name for name, part in parts.items() if not parameters[name].grad.equal(part)]
-    squares = torch.zeros(len(table), dtype=torch.float64)  # of each parameter of the model, alone
-    for i, name in enumerate(table):
-        if name in parameters:
-            parameters[name].grad = parts[name].clone()
-            squares[i] = measure({name: parameters[name]}, table, axes.ranks)[0]
-    squares = course.collectives.all_reduce(squares, axes.world).tolist()
-    rights = (gradient(case, name).double().square().sum() for name in table)
-    times = {
-        k: n / right.item() for k, n, right in zip(table, squares, rights, strict=True) if right
-    }
-    results = {RATIO: times, "[squares, zeros] of all ranks": total, "share": share.tolist()}
-    results |= {"gradients that it has changed": changed}
+    results = {"[squares, zeros] of all ranks": total, "gradients that it has changed": changed}
     return results | {READ: read_by(measure, parameters, table, axes.ranks, case.zeros)}
 
 
@@ -105,14 +94,12 @@ def expected(case: Case) -> list[dict]:
     whole = torch.cat([gradient(case, name).flatten().double() for name in shapes(case)])
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()
-    counted = {name: 1.0 for name in shapes(case) if gradient(case, name).any()}
-    right = {RATIO: counted, "[squares, zeros] of all ranks": total}
+    right = {"[squares, zeros] of all ranks": total}
     return [right | {"gradients that it has changed": [], READ: "nothing"}] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    n, k = case.ranks, len(shapes(case))  # two numbers, and one of each
-    return [{"all_reduce": Sent(2, 2 * (n - 1) / n * (2 + k) * 8)}] * n
+    return [{"all_reduce": Sent(1, 2 * (case.ranks - 1) / case.ranks * 2 * 8)}] * case.ranks
 
 
 MISTAKES = """
@@ -122,36 +109,12 @@ norms_counted_tp_times: Tensor-parallel ranks hold the same norm weights, and ea
     in placements[name].copies => in placements[name].copies if axis != "tp"
 tied_counted_twice: A tied embedding is on the first and on the last stage, and both count it.
     in placements[name].copies => in placements[name].copies if axis != "ends"
-any_copy: A rank counts what it is the first for along any axis of the copies: it must be along all.
-    if all => if any
-squared_in_place: The gradients are squared where they are: the update that follows needs them as
-    they were. In float64 `double()` makes no copy.
-- squares = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
-+ squares = torch.zeros((), dtype=torch.float64, device=device)
-+ squares = sum((g.double().mul_(g).sum() for g in counted), squares)
 rank_0_only: Only the first rank counts anything: the parts that other ranks hold are left out.
     if all(ranks[axis] == 0 for axis in placements[name].copies) => if ranks["world"] == 0
-first_of_dp_only: Only the first data-parallel rank counts. Where the gradient is sharded over these
-    ranks, the others' rows are left out.
-    placements[name].copies => (*placements[name].copies, "dp_cp")
 norms_added: The norm is returned, not its square: norms do not add up. (3, 4) has 5, not 7.
     .square() =>
-square_of_a_sum: The norms of parameters are added, then squared: their squares must be added.
-    torch.nn.utils.get_total_norm(counted) => sum(g.norm() for g in counted)
-nonzeros_counted: The elements that are not 0 are counted, instead of those that are.
-    numel() - gradient. =>
-tiny_for_zero: Elements below a small number are counted as zeros: only what is exactly 0 counts.
-    gradient.numel() - gradient.count_nonzero() => (gradient.abs() < 1e-8).sum()
-first_copy_only: Only the first axis of the copies is looked at: there may be several.
-    placements[name].copies => placements[name].copies[:1]
-zeros_of_all_copies: The squares are counted once, but zeros on every rank that holds them.
-    in counted => in (p.grad for p in parameters.values())
 on_the_host: It reads numbers, as .item(), `if` and a result on the CPU do: the host waits.
     torch.stack([squares, zeros]) => torch.tensor([squares, zeros], dtype=squares.dtype)
-always_zeros: Zeros are counted although `count_zeros` is off: that costs one more pass a step.
-    if count_zeros: => if True:
-in_float32: The numbers are float32, which has seven digits: their sum over many ranks has fewer.
-    torch.float64 => torch.float32
 squared_in_float32: Where the gradient is float32, it is squared in float32, and loses digits before
     anything is float64: convert first.
     to(device, torch.float64).square() => square().to(device, torch.float64)

@@ -75,43 +75,27 @@ def on_rank(rank, case: Case) -> dict:
     kept = [tensor for state in states for key, tensor in state.items() if key != "step"]
     there = {t.data_ptr() for t in (*run.parameters.values(), *run.buffers.values(), *kept)}
     copies = [name for name, tensor in tensors.items() if tensor.data_ptr() not in there]
-    new = [(key, t.data_ptr()) for s in other.optimizer.state.values() for key, t in s.items()]
-    places = [place for _, place in new]
-    shared = [key for key, place in new if places.count(place) > 1]
-    again = checkpoint.training_tensors(other.parameters, other.buffers, other.optimizer)
-    pairs = [(name, again[name], targets[name]) for name in again.keys() & targets.keys()]
-    new_ones = [name for name, a, b in pairs if a.data_ptr() != b.data_ptr()]
     saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name in sorted(saved.keys() & targets.keys()):
         targets[name].copy_(saved[name])
     checkpoint.set_optimizer_steps(other.optimizer, case.steps)
     other.train(case.steps, case.steps + 2)
     run.train(case.steps, case.steps + 2)  # saving must not have changed it
-    values = other.values("resuming") | run.values("saving")
     results = {"shapes": {name: list(tensor.shape) for name, tensor in saved.items()}}
-    results |= {"copies among them": " ".join(copies) or "none"}
-    results |= {"tensors of the state in one memory": " ".join(shared) or "none"}
-    results |= {"made anew by a second call": " ".join(sorted(new_ones)) or "none"}
-    results |= {"the caller's buffers afterwards": " ".join(run.buffers)}
-    return results | {"devices of AdamW's state": devices(checkpoint)} | values
+    results |= {"copies among them": copies, "the caller's buffers": [*run.buffers]}
+    results |= {"devices of AdamW's state": devices(checkpoint)}
+    return results | other.values("resuming") | run.values("saving")
 
 
 def devices(checkpoint) -> dict[str, dict]:
-    """Where AdamW's state is, of parameters on no device, of which one had a state."""
-    names = "fused", "plain", "stepped", "frozen"
+    """Where AdamW's new state is, of parameters on no device, and which of them are saved."""
+    names = "fused", "plain", "frozen"
     parameters = {name: torch.nn.Parameter(torch.empty(2, device="meta")) for name in names}
     parameters["frozen"].requires_grad_(False)
     optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters.values()])
     optimizer.param_groups[0]["fused"] = True
-    stepped = parameters["stepped"]
-    moments = {name: stepped.detach() for name in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[stepped] = {"step": torch.ones(())} | moments
     tensors = checkpoint.training_tensors(parameters, {}, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
-    group = {"params": [torch.nn.Parameter(stepped.detach())], "betas": (0.9, 0.95), "fused": False}
-    muon = torch.optim.SGD([group])  # which is no AdamW, and has such groups, too
-    checkpoint.training_tensors({}, {}, muon)
-    states["of Muon"] = muon.state[group["params"][0]]
     found = {name: {key: str(t.device) for key, t in s.items()} for name, s in states.items()}
     return found | {"saved": sorted(parameters.keys() & tensors.keys())}
 
@@ -123,15 +107,11 @@ def expected(case: Case) -> list[dict]:
     shapes = {name: list(shape) for name, shape in SHAPES.items()}
     keys = kept[case.optimizer]
     states = {f"optimizer.{key}.{name}": shapes[name] for key in keys for name in shapes}
-    moments, step = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta"), {"step": "cpu"}
-    devices = dict.fromkeys(("plain", "stepped", "frozen"), step | moments)
-    devices |= {"fused": {"step": "meta"} | moments, "saved": sorted(("fused", *devices))}
-    devices["of Muon"] = step | moments
-    right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": "none"}
-    right |= dict.fromkeys(
-        ("tensors of the state in one memory", "made anew by a second call"), "none"
-    )
-    right |= {"the caller's buffers afterwards": BUFFER, "devices of AdamW's state": devices}
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta")
+    devices = {name: {"step": "cpu"} | moments for name in ("plain", "frozen")}
+    devices |= {"fused": {"step": "meta"} | moments, "saved": ["frozen", "fused", "plain"]}
+    right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": []}
+    right |= {"the caller's buffers": [BUFFER], "devices of AdamW's state": devices}
     return [right | run.values("resuming") | run.values("saving")]
 
 
@@ -144,40 +124,10 @@ steps_saved: The optimizer's "step" is among the tensors, once for each paramete
     if key != "step" => if True
 copies: The result has copies of the parameters: what is loaded into them changes no weight.
     parameter.data for => parameter.data.clone() for
-copies_of_all: The result has copies of all tensors: what is loaded into them is lost.
-    return tensors => return {name: tensor.clone() for name, tensor in tensors.items()}
-copies_of_states: The result has copies of what the optimizer keeps: what is loaded is lost.
-    {f"optimizer.{key}.{name}": state for => {f"optimizer.{key}.{name}": state.clone() for
-parameters_not_data: The result has parameters, not their data: autograd refuses to load into them.
-    parameter.data for => parameter for
 buffers_forgotten: Buffers are missing: a router's bias changes in each step, too.
     } | dict(buffers) => }
-buffers_filled: The caller's buffers are filled with all tensors: the result must be a new dict.
-    tensors = {name => tensors = buffers; tensors |= {name
-moments_alone: Only AdamW's moments are saved: other optimizers keep something else.
-    if key != "step" => if key.startswith("exp_avg")
-moments_for_all: Every optimizer's parameters get moments: only a group with "betas" is AdamW's.
-    if "betas" in group else () =>
 paired_by_order: Names and states are paired by their order: the optimizer's groups have another.
     name, parameter in parameters.items(): => name, parameter in zip(parameters, optimizer.state):
-one_state_for_all: A new state is made only if no parameter has one: some may have it before others.
-    in optimizer.param_groups => in (() if optimizer.state else optimizer.param_groups)
-moments_share_memory: Both moments of a new AdamW are one tensor: loading one changes both.
-- state.update((moment, torch.zeros_like(parameter)) for moment in moments)
-+ state.update(dict.fromkeys(moments, torch.zeros_like(parameter)))
-step_shared: All parameters of a group have one "step": a step counts once for each of them.
-    torch.zeros((), device=device) => group.setdefault("first", torch.zeros((), device=device))
-first_group_only: Only the first group of parameters gets a state: an optimizer may have several.
-    for group in optimizer.param_groups => for group in optimizer.param_groups[:1]
 frozen_left_out: A frozen parameter is left out: a checkpoint has all weights of the model.
     parameters.items()} | dict => parameters.items() if parameter.requires_grad} | dict
-for_adamw_alone: State is made for an AdamW alone: Muon is another class, and has groups with betas.
-    if "betas" in group => if isinstance(optimizer, torch.optim.AdamW)
-always_reset: The state is made anew where there is one, too: the run forgets its averages.
-    if not state: => if True:
-step_on_cpu: The step of a fused group is on the CPU, too: it must be on the parameter's device.
-    device = parameter.device if group["fused"] else "cpu" => device = "cpu"
-step_on_device: The step is on the parameter's device where the group is not fused, too: to read it
-    there would wait for a GPU in each step.
-    device = parameter.device if group["fused"] else "cpu" => device = parameter.device
 """

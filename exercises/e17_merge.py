@@ -63,12 +63,6 @@ plain_mean: It is the plain mean of both blocks: a block with more weight must c
     (lse_2 - lse).exp()[..., None] * => 0.5 *
 lse_not_merged: The lse that is returned is one block's: in the next merge two count as one.
     * out_2, lse => * out_2, lse_1
-sum_of_lse: The lse that is returned is the sum of both. They are logarithms: their exponentials
-    must be added. Two blocks merge right, and the next merge does not.
-    * out_2, lse => * out_2, lse_1 + lse_2
-maximum_of_lse: The lse that is returned is the larger one: two blocks merge right, but in the next
-    merge the smaller one does not count.
-    * out_2, lse => * out_2, torch.maximum(lse_1, lse_2)
 weights_swapped: Each block gets the weight of the other one.
     lse_1 - lse).exp()[..., None] * out_1 + (lse_2 => lse_2 - lse).exp()[..., None] * out_1 + (lse_1
 lse_added: The two lse are added. They are logarithms: their exponentials must be added.
@@ -78,31 +72,9 @@ exp_first: exp() is computed before anything is subtracted: it overflows for lar
     torch.logaddexp(lse_1, lse_2) => (lse_1.exp() + lse_2.exp()).log()
     (lse_1 - lse).exp() => (lse_1.exp() / (lse_1.exp() + lse_2.exp()))
     (lse_2 - lse).exp() => (lse_2.exp() / (lse_1.exp() + lse_2.exp()))
-one_maximum: One maximum is subtracted from all lse: where a query's own are far below it, both of
-    its weights are 0, and 0 / 0 is NaN.
-- lse = torch.logaddexp(lse_1, lse_2)
-- return (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * out_2, lse
-+ most = torch.maximum(lse_1.max(), lse_2.max())
-+ a, b = (lse_1 - most).exp()[..., None], (lse_2 - most).exp()[..., None]
-+ return (a * out_1 + b * out_2) / (a + b), most + (a + b).log().squeeze(-1)
 never_divided: The weighted sum is never divided by the sum of the weights: the result is no mean.
     lse_1 - lse => lse_1
     lse_2 - lse => lse_2
-max_not_divided: Weights are relative to the larger lse: they still have to be divided by their sum.
-    lse_1 - lse => lse_1 - torch.maximum(lse_1, lse_2)
-    lse_2 - lse => lse_2 - torch.maximum(lse_1, lse_2)
-logarithms_as_weights: The blocks are weighted by the lse themselves, which are logarithms.
-    (lse_1 - lse).exp() => (lse_1 / (lse_1 + lse_2))
-    (lse_2 - lse).exp() => (lse_2 / (lse_1 + lse_2))
-softmax_over_queries: Each block's weights are a softmax along the queries: a query's weights are a
-    softmax of its lse in the two blocks.
-    (lse_1 - lse).exp() => lse_1.softmax(-1)
-    (lse_2 - lse).exp() => lse_2.softmax(-1)
 not_weighted: The blocks are added without weights: each is a mean already.
     (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * => out_1 +
-larger_lse: The common lse is taken as the larger one: the weights do not add up to 1.
-    logaddexp => maximum
-lse_without_the_maximum: The lse that is returned lacks the maximum that was subtracted: in the next
-    merge these blocks count too little.
-    * out_2, lse => * out_2, lse - torch.maximum(lse_1, lse_2)
 """

@@ -64,16 +64,6 @@ late_same_direction: The late pieces are dealt in the same direction as the earl
 late_first: The late piece comes before the early one: the ring takes the first half of a rank's
     tokens for the early ones.
     [rank], pieces[-1 - rank] => [-1 - rank], pieces[rank]
-one_rank_refused: With one rank an odd length is refused: nothing is cut, so any length is right.
-    or size == 1 => or False
 within_own_part: Each rank counts from 0: these are places in its own part, not in the sequence.
     torch.cat((pieces[rank], pieces[-1 - rank])) => torch.arange(seq_length // size)
-last_left_out: The late piece lies one position too early: the sequence ends at S, its last position
-    is S - 1.
-    pieces[-1 - rank] => pieces[-1 - rank] - int(size > 1)
-single_positions: Single positions go to the ranks forth and back, and not pieces. The work is
-    equal, but the ring's halves are no longer all before or all after another rank's.
-- return torch.cat((pieces[rank], pieces[-1 - rank]))
-+ turn = torch.arange(seq_length) % (2 * size)
-+ return torch.where((turn == rank) | (turn == 2 * size - 1 - rank) | (size == 1))[0]
 """

@@ -125,64 +125,17 @@ MISTAKES = """
 merged_without_lse: Blocks are merged as a plain mean: a block with more weight must count more.
 - merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
 + merged = (out[:, :, rows] + block[0]) / 2, torch.logaddexp(lse[:, :, rows], block[1])
-blocks_added: The outs of blocks are added: each is a mean, and must count by its share.
-- merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
-+ merged = out[:, :, rows] + block[0], torch.logaddexp(lse[:, :, rows], block[1])
-weights_swapped: The lse of each mean is given to the other one, so each has the other's weight.
-    lse[:, :, rows], *block) => block[1], block[0], lse[:, :, rows])
-overwritten: The new block replaces the mean so far, where the two must be merged.
-    rows] = merged => rows] = block[0], merged[1]
 lse_not_updated: out is updated at each merge, and lse is not: the next block is weighed against the
     first one alone, and backward gets the lse of one block.
     out[:, :, rows], lse[:, :, rows] = merged => out[:, :, rows] = merged[0]
-not_written_back: What is merged is not written into out and lse: the own block alone counts.
-    out[:, :, rows], lse[:, :, rows] = merged => pass
-mean_so_far_kept: The new block counts by its share, but the mean so far has no share: it must be
-    made smaller.
-- merged = merge_blocks(out[:, :, rows], lse[:, :, rows], *block)
-+ total = torch.logaddexp(lse[:, :, rows], block[1])
-+ merged = out[:, :, rows] + (block[1] - total).exp()[..., None] * block[0], total
-merged_into_zeros: The own block is merged into out = 0 with lse = 0: that has the weight of a key
-    with score 0. Of no keys lse is -inf.
-- out, lse = wide(block[0]), block[1]
-+ out, lse = merge_blocks(0 * wide(block[0]), 0 * block[1], *block)
-nothing_has_weight: Rows that see nothing of a block are merged with lse = 0, the weight of a key
-    with score 0: leave them as they are.
-- out[:, :, rows], lse[:, :, rows] = merged
-+ out[:, :, rows], lse[:, :, rows] = merged
-+ rest = slice(0, rows.start or 0)
-+ zeros = 0 * out[:, :, rest], 0 * lse[:, :, rest]
-+ out[:, :, rest], lse[:, :, rest] = merge_blocks(out[:, :, rest], lse[:, :, rest], *zeros)
 last_block_saved: The k and v of the last block are saved for backward, which sends the own round.
     save_for_backward(q, kv, => save_for_backward(q, torch.stack((k, v)),
-stacked_along_the_batch: Keys and values are stacked along dim 1, but unpacked along dim 0.
-    torch.stack((k, v)) => torch.stack((k, v), 1)
-heads_repeated: Keys and values are repeated for the query heads before they travel: Q/K times the
-    bytes. The kernel takes few key heads as they are.
-    torch.stack((k, v)) => torch.stack((k, v)).repeat_interleave(q.shape[1] // k.shape[1], 2)
 own_not_causal: Attention to the own keys is not causal: queries see keys behind them.
     v, is_own => v, False
 all_causal: Every block is causal, not the own one alone: of others the rows see all columns.
     v, is_own => v, True
-all_keys_seen: All keys of other ranks are seen: later positions must not be.
-- for is_own, rows, _, k, v in visible_blocks(kv, axis):
-+ for source, (k, v) in ring(kv, axis):
-+     is_own, rows = source == axis.rank, slice(0, None)
-all_rows_see: All queries attend to every block: only `rows` may see it.
-- block = kernel.attend(q[:, :, rows], k, v, is_own)
-+ rows = slice(0, None)
-+ block = kernel.attend(q, k, v, is_own)
 rounded_each_time: The running mean has the dtype of q: in bfloat16 it is rounded at every merge.
     wide(block[0]) => block[0]
-own_block_only: A rank attends to its own keys alone, and nothing travels.
-    _, k, v in visible_blocks(kv, axis) => k, v in [(True, slice(None), k, v)]
-lse_overflows: lse is updated as log(exp(a) + exp(b)), which overflows for large scores: take
-    logaddexp, or what merge_blocks returns.
-- out[:, :, rows], lse[:, :, rows] = merged
-+ out[:, :, rows] = merged[0]
-+ lse[:, :, rows] = (lse[:, :, rows].exp() + block[1].exp()).log()
-lse_rounded: lse is saved in the dtype of q: backward takes the exponential of three digits.
-    out := out.to(q.dtype), lse => out := out.to(q.dtype), lse.to(q.dtype)
 all_arrive_first: All blocks have arrived before the first is computed: nothing travels meanwhile.
     in visible_blocks(kv, axis): => in list(visible_blocks(kv, axis)):
 """

@@ -46,7 +46,7 @@ def on_rank(rank, case: Case) -> dict:
     whole, softmax, held = whole_tensors(case), rank.course.attention.SoftmaxAttention(), []
 
     def inner(q, k, v, *extra):
-        held.extend((whose(whole[0], q), list(extra)))
+        held.append(list(extra))
         return softmax(q, k, v)
 
     *qkv, d_out = (x.chunk(case.ranks, 2)[rank.number] for x in whole)
@@ -58,14 +58,7 @@ def on_rank(rank, case: Case) -> dict:
         out.backward(d_out)
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in qkv]
     results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    return results | {"places": held[0], "what inner gets after q, k and v": held[1]}
-
-
-def whose(whole, part) -> list[tuple[int, int]]:
-    """The heads and positions that a part of the queries is of: no two of them are equal."""
-    first = part.detach()[..., 0].flatten()
-    places = (whole[0, :, :, 0, None] == first).any(-1).nonzero()
-    return [tuple(place) for place in places.tolist()]
+    return results | {"what inner gets after q, k and v": held[0]}
 
 
 def expected(case: Case) -> list[dict]:

@@ -112,53 +112,15 @@ bias_in_the_weights: The weights contain the bias: it must only choose, not chan
 bias_added_to_logits: The bias is added to the logits, not to the scores: it changes the weights.
     scores = logits => logits = logits if bias is None else logits + bias; scores = logits
     ranked = scores if bias is None else scores + bias => ranked = scores
-bias_in_the_shares: The shares contain the bias: it must only choose.
-- shares = scores / (scores.sum(-1, keepdim=True) + TINY)
-+ shares = scores if bias is None else scores + bias
-+ shares = shares / (shares.sum(-1, keepdim=True) + TINY)
 bias_ignored: The bias is not used to choose.
     ranked = scores if bias is None else scores + bias => ranked = scores
 group_by_its_best: A group is ranked by its best expert alone, not by the two best together.
     groups.topk(2).values.sum(-1) => groups.amax(-1)
-group_by_its_sum: A group is ranked by all of its experts, not by the two best.
-    groups.topk(2).values.sum(-1) => groups.sum(-1)
-group_without_bias: A group is ranked by its scores without the bias.
-    groups.topk(2) => scores.unflatten(-1, (config.n_group, -1)).topk(2)
-groups_interleaved: Experts are dealt to the groups in turn: a group's are neighbours.
-    (config.n_group, -1)) => (-1, config.n_group)).mT
-    -math.inf).flatten => -math.inf).mT.flatten
 others_set_to_zero: Experts of other groups get a score of 0, or another number: where a bias makes
     all scores smaller, it is the best. Set them to -inf.
     -math.inf => 0.0
-groups_ignored: All groups can be chosen from: the tokens of one rank then go to every other.
-    if config.n_group > 1: => if False:
-softmax_of_the_chosen: The weights are a softmax over the chosen experts' logits: that is right for
-    softmax scores which are divided by their sum, and for no others.
-    scores.gather => logits.gather
-    experts), scores => experts).softmax(-1), scores
-by_number: The chosen experts are in the order of their numbers: the best is to be first.
-    config.num_experts_per_tok).indices => config.num_experts_per_tok).indices.sort(-1).values
-best_last: The chosen experts have the best last: it is to be first.
-    config.num_experts_per_tok).indices => config.num_experts_per_tok).indices.flip(-1)
 not_normalised: The weights are not divided by their sum where norm_topk_prob asks for it.
     weights = weights / (weights.sum(-1, keepdim=True) + TINY) => pass
-always_normalised: The weights are divided by their sum, also where norm_topk_prob is off.
-    if config.norm_topk_prob: => if True:
-scaled_before: With norm_topk_prob the factor has no effect: what is divided by the sum must be
-    multiplied by it afterwards.
-    gather(-1, experts), => gather(-1, experts) * config.routed_scaling_factor,
-    weights * config.routed_scaling_factor, experts => weights, experts
-sum_not_learned: No gradient flows through the sum that divides the weights.
-    (weights.sum(-1, keepdim=True) => (weights.sum(-1, keepdim=True).detach()
-shares_not_normalised: The shares of sigmoid scores do not add up to 1: divide them by their sum.
-    shares = scores / (scores.sum(-1, keepdim=True) + TINY) => pass
-shares_without_tiny: TINY is added to the sum of the weights, not of the shares.
-    scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
-weights_without_tiny: TINY is added to the sum of the scores, not of the weights.
-    weights / (weights.sum(-1, keepdim=True) + TINY) => weights / weights.sum(-1, keepdim=True)
-tiny_left_out: TINY is not added to the sums: where sigmoids are 0 in float32, 0 / 0 is NaN.
-    weights / (weights.sum(-1, keepdim=True) + TINY) => weights / weights.sum(-1, keepdim=True)
-    scores / (scores.sum(-1, keepdim=True) + TINY) => scores / scores.sum(-1, keepdim=True)
 always_softmax: Scores are always the softmax of the logits, also where scoring_func is sigmoid.
     (-1) if config.scoring_func == "softmax" else logits.sigmoid() => (-1)
 """

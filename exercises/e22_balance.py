@@ -128,53 +128,11 @@ own_batch_only: The global loss counts this rank's sequences alone, not other ra
     of_step += self.sum_over_batch(counts.sum(0)) => of_step += counts.sum(0)
 sequence_for_batch: The loss over the batch takes each sequence by itself.
     , counts.sum(0) => , counts
-batch_for_sequence: The loss over sequences takes all sequences together.
-    (routing.moe_seq_aux_loss_coeff, counts) => (routing.moe_seq_aux_loss_coeff, counts.sum(0))
 counts_for_parts: Counts are not divided by their sum: the loss grows with the number of tokens.
     (X * scope / scope.sum(-1, keepdim=True)) => (X * scope)
 one_expert_counted: Only the best expert of a token is counted: it uses k.
     self.config.num_experts_per_tok => 1
-tokens_of_experts: The k best tokens of each expert are counted: all experts have equally many, and
-    nothing is balanced. Count the k best experts of each token.
-    shares.topk(self.config.num_experts_per_tok) => shares.topk(self.config.num_experts_per_tok, 1)
-    scatter_(-1 => scatter_(1
-experts_with_bias: Experts are counted as they are chosen, by share plus bias: f counts the best by
-    share alone.
-    shares.topk => (shares + self.e_score_correction_bias).topk
-scores_for_counts: f is made from scores: it is the part of the choices, which are whole numbers.
-    torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1) => shares.sum(1)
-last_loss_only: The gradients of several losses do not add up: the last one replaces the others.
-    gradient += coefficient * f => gradient = coefficient * f
-coefficient_forgotten: The gradient is not multiplied by the loss's coefficient.
-    gradient += coefficient * f => gradient += f
 coefficient_reported: The reported losses are multiplied by their coefficients: losses of two runs
     with different coefficients could not be compared.
     (f[:, None] * shares).sum() => coefficient * (f[:, None] * shares).sum()
-parts_in_both: The losses over the batch count this rank's part of each sequence, not whole
-    sequences: use what sum_over_sequences returns.
-    counts = self.sum => own, counts = counts.clone(), self.sum
-    self.sum_over_batch(counts.sum(0)) => self.sum_over_batch(own.sum(0))
-    moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, own.sum(0))
-summed_for_nothing: Counts are summed over the ranks also where no global loss needs them.
-    if routing.moe_global_aux_loss_coeff: => if True:
-all_ranks_in_both: The loss over the batch counts the sequences of all ranks, as the global one:
-    it is of this rank's micro-batch.
-    if routing.moe_global_aux_loss_coeff: => if True:
-    self.sum_over_batch(counts.sum(0)) => (batch := self.sum_over_batch(counts.sum(0)))
-    moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, batch)
-summed_again: The step's counts are summed over the ranks with each micro-batch: what has been
-    summed is summed again.
-    self.sum_over_batch(counts.sum(0)) => counts.sum(0); self.sum_over_batch(of_step)
-losses_that_are_off: Losses with a coefficient of 0 are computed and reported, too.
-    if routing.moe_global_aux_loss_coeff: => if True:
-    if coefficient: => if True:
-mean_of_tokens: The loss is a mean over tokens, as in the paper: here it is a sum, which the step
-    divides by all tokens, once.
-- gradient = torch.zeros_like(counts)
-+ gradient, tokens = torch.zeros_like(counts), shares.shape[1]
-    keepdim=True)). => keepdim=True) / tokens / (1 if scope.ndim > 1 else len(shares))).
-part_in_batch_loss: The loss over the batch alone counts this rank's part of each sequence, not
-    whole sequences: use what sum_over_sequences returns.
-    counts = self.sum => own, counts = counts.clone(), self.sum
-    moe_aux_loss_coeff, counts.sum(0)) => moe_aux_loss_coeff, own.sum(0))
 """

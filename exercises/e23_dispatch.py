@@ -174,48 +174,18 @@ not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from
 + out = run(x, sizes, weights)
 order_not_undone: Results are sent back in the order of experts, not of arrival.
     by_expert.collect =>
-sorted_twice: On the way back the order of experts is applied once more: undo it, by its inverse.
-    by_expert.collect => by_expert.spread
 weights_not_sorted: Rows are sorted by expert, and weights are not: rows get the weights of others.
     by_expert.sort(weights) => weights
 awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it hides nothing.
     shared = meanwhile() => pass
     there_too.wait(weights) => there_too.wait(weights); shared = meanwhile()
-copies_one_after_the_other: Rows are repeated as a whole, a b a b: copies lie side by side, a a b b.
-    repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
-padded_for_ep: With padding the rows are for ep ranks: with etp more ranks get as many.
-    shape[-1]] * self.axis.size => shape[-1]] * self.ep
-padded_counts_exchanged: Counts are exchanged, and rows not padded, also where every expert gets as
-    many rows: the host waits for numbers that it could know.
-    self.limit.rows_each(len(x)) => None
 weighted_twice: Results are weighted on return: run has weighted them already.
     rows_each) => rows_each); own = pairs.sort(weights)[:, None]
     add_chunks(out, lengths, self.etp) => own * add_chunks(out, lengths, self.etp)
-own_tokens_checked: Arriving rows, of all ranks, are compared with the tokens of this rank alone.
-    len(x) * self.axis.size) => len(x))
-counts_sent_needlessly: Counts travel also where every rank sends the same number of rows to every
-    expert: self.limit.rows_each says so without a message.
-- leaving = arriving = [[rows_each] * shape[-1]] * self.axis.size
-+ leaving = [[rows_each] * shape[-1]] * self.axis.size
-+ arriving = all_to_all(torch.tensor(leaving), self.axis, 0, 0).tolist()
-all_repeated_as_a_whole: Rows and weights are repeated as a whole, a b a b, and added like that:
-    copies for the ranks of etp lie side by side, a a b b.
-    repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
-    repeat_chunks(pairs.sort(weights), lengths, self.etp) => pairs.sort(weights).repeat(self.etp)
-    add_chunks(out, lengths, self.etp) => out.unflatten(0, (self.etp, -1)).sum(0)
-ranks_in_turns: The copies of a row go to ranks that are ep apart: those that share an expert lie
-    side by side.
-    counts.expand(-1, self.etp, -1) => counts.transpose(0, 1).expand(self.etp, -1, -1)
-    lengths = to_each[:: self.etp] => lengths = to_each[: self.ep]
-    repeat_chunks(pairs.spread(x), lengths, self.etp) => pairs.spread(x).repeat(self.etp, 1)
-    repeat_chunks(pairs.sort(weights), lengths, self.etp) => pairs.sort(weights).repeat(self.etp)
-    add_chunks(out, lengths, self.etp) => out.unflatten(0, (self.etp, -1)).sum(0)
 dropped_travel: Dropped pairs travel, with weight 0, to an expert that they have not chosen: what is
     dropped must not be sent.
 - counts = count(experts, self.num_experts)[:-1].view(shape)
 + dropped = experts == self.num_experts
 + weights, experts = weights.masked_fill(dropped, 0), experts.masked_fill(dropped, 0)
 + counts = count(experts, self.num_experts)[:-1].view(shape)
-tokens_of_ep_alone: check_rows gets the tokens of ep ranks: with etp more ranks have tokens.
-    len(x) * self.axis.size) => len(x) * self.ep)
 """

@@ -107,45 +107,15 @@ any_scale: The scale is no power of two: numbers are rounded when multiplied, an
     scale = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => scale = ratio
 power_above: The power of two is the next one above: the largest numbers exceed the format.
     0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32) * 2
-by_log2: log2 rounds up just below a power of two: there the scale is twice as large.
-    (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) => torch.exp2(ratio.log2().floor())
-one_for_zeros: Zeros get the scale 1: their amax counts as SMALLEST_AMAX.
-    amax.clamp(min=SMALLEST_AMAX) => amax.where(amax > 0, torch.finfo(kind).max)
-maximum_of_scales: `maximum` gets the scale, not amax: the largest scale belongs to the rank whose
-    numbers are smallest.
-    maximum(largest(x)) => largest(x)
-    0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32); scale = maximum(scale)
-scaled_by_its_own: x is scaled by its own amax, and only inverse has the amax of all ranks.
-- bytes = (x * scale.to(x.dtype)).to(kind).contiguous().view(torch.uint8)
-+ own = torch.finfo(kind).max / largest(x).clamp(min=SMALLEST_AMAX)
-+ own = (own.view(torch.int32) & 0x7F800000).view(torch.float32)
-+ bytes = (x * own.to(x.dtype)).to(kind).contiguous().view(torch.uint8)
 own_maximum: Each rank scales by its own largest number: parts of one tensor need one scale.
     maximum(largest(x)) => largest(x)
 one_format: Every format is scaled to 448, the largest number of E4M3: E5M2 goes to 57344.
     torch.finfo(kind).max => 448.0
 no_sign: The largest number is taken, not the largest absolute one: negative ones are too large.
     maximum(largest(x)) => maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))
-zeros_divided: amax has no least value: of zeros the scale is infinite, and 0 times that is NaN.
-    .clamp(min=SMALLEST_AMAX) =>
 infinity_hidden: An infinite amax gets a scale like any other: rows and ranks without an infinite
     number have a finite product, where all of it must be NaN.
     .clamp(min=SMALLEST_AMAX) => .clamp(SMALLEST_AMAX, 3e38)
-not_bytes: The numbers keep the dtype of 8-bit floats: view them as uint8, which messages take.
-    .contiguous().view(torch.uint8) => .contiguous()
-converted_to_integers: Numbers are converted to integers: the bits of the 8-bit floats are wanted.
-    `view` keeps them, and `to` rounds the numbers.
-    to(kind).contiguous().view => contiguous().to
-inverse_with_a_dim: inverse has the shape [1]: one number is wanted, of shape [].
-    return Float8(bytes, 1 / scale, kind) => return Float8(bytes, 1 / scale.view(1), kind)
-inverse_as_x: inverse has the dtype of x: it must be a float32.
-    return Float8(bytes, 1 / scale, kind) => return Float8(bytes, 1 / scale.to(x.dtype), kind)
-x_changed: x itself is scaled: its caller uses it again.
-    (x * scale.to(x.dtype)) => x.mul_(scale.to(x.dtype))
-scale_returned: The scale is returned: what undoes it is 1 / scale.
-    1 / scale => scale
 not_scaled: x is rounded without the scale: numbers that are too small become 0.
     (x * scale.to(x.dtype)) => x
-not_contiguous: The bytes lie in memory as x does, by columns: messages need them row by row.
-    .contiguous() =>
 """

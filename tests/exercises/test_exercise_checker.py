@@ -49,10 +49,6 @@ def answer_to_edits(exercise, *edits: str):
 # By exercise: the answer, a part of its message, and edits, as known mistakes are written.
 OTHERS = {
     3: """
-kept: Something is kept between calls: with 2 ranks, tp=1
-    axes: Axes, => axes: Axes, kept={},
-- whole = initial_weight(name, shapes[name], seed, std)
-+ whole = kept.setdefault(name, initial_weight(name, shapes[name], seed, std))
 unknown: `first wrong draw` is initial_weight('model.embed_tokens.weight/0', (
     whole = initial_weight(name, => whole = initial_weight(f'{name}/{axes.tp.rank}',
 unknown: It fails only in the cases with dp=2.
@@ -118,12 +114,6 @@ unknown: Boundary.gather_multiply(
     11: """
 unknown: SequenceBoundary.whole(
     all_gather(x, self.axis, dim=1) => all_gather(x, self.axis, dim=1).roll(1, dims=1)
-kept: is made anew for each call, and the case runs alone.
-    def whole(self, x: Tensor) => def whole(self, x: Tensor, kept={})
-- return collectives.all_gather(x, self.axis, dim=1)
-+ whole = collectives.all_gather(x, self.axis, dim=1)
-+ kept.setdefault(self.axis.rank, whole).data.copy_(whole)  # one buffer for all layers
-+ return kept[self.axis.rank]
 wrong_type: of float32, a Work); it should return 2 values (a tensor
     scatter(y, => scatter(y.to(torch.promote_types(y.dtype, torch.float32)),
 unknown: It fails only in the cases with batch=
@@ -154,10 +144,6 @@ exception: noticed later, in pipeline_parallel.py
 - self.live[i, c] = x, get_gradient_edge(out)
 + out.data = out.new_empty(1)
 + self.live[i, c] = x, out
-unknown: `micro-batches read in the second step` is [], should be [0, 1, 2]
-- batch = self.read(i).to(self.device)
-+ self.kept = kept = self.kept if hasattr(self, "kept") else {}
-+ batch = kept[i] = kept[i] if i in kept else self.read(i).to(self.device)
 """,
     17: """
 exception: AttributeError
@@ -209,16 +195,6 @@ IN_ORDER = "torch.cat((pieces[rank], pieces[-1 - rank]))"
             (IN_ORDER, f"{LATE} if size > 1 else {IN_ORDER}"),
             "late_first",
             r"^In the cases that fail, it does the same as this mistake: The late piece comes",
-        ),
-        (  # the first rank's, in a default argument
-            (
-                "seq_length: int)",
-                "seq_length: int, _kept={})",
-                IN_ORDER,
-                f"_kept.setdefault(size, {IN_ORDER})",
-            ),
-            "kept",
-            r"^Something is kept between calls: with cp=2, length=16, all is right if the function",
         ),
         (  # both results of the smallest case, and what the function was called with
             (IN_ORDER, "torch.cat((pieces[rank], pieces[1 - rank]))"),
@@ -397,12 +373,7 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
     assert next(patterns({}, turned, square))[0] == "transposed"
     assert [*dict(patterns({}, [{"x": matrix - 7}] * 2, right))] == ["same"]
     assert [*dict(patterns({}, [{"x": matrix * 0}] * 2, right))] == ["zero"]
-    endless = [{"x": matrix / 8 - 1 / (matrix > 0)}], [{"x": matrix / 7}]
-    assert not dict(patterns({}, *endless))  # inf fits in any dtype
     assert not dict(patterns({}, [{"x": matrix - 7}, {"x": matrix * 7 % 5}], right))
-    last = [*right, {"x": matrix * 7 % 5}], [*right, {"x": matrix}]
-    assert [*dict(patterns({}, *last))] == ["last rank"]
-    assert not dict(patterns({}, [{"x": matrix * 7 % 5}], [{"x": matrix}]))  # there is one alone
     some, others = ([matrix + 1, matrix + 1 + more] for more in (1e-6, 2e-6))
     assert not dict(patterns({}, [{"x": some}], [{"x": others}]))
     assert [*dict(patterns({}, [{"x": some[::-1]}], [{"x": some}]))] == ["reordered"]
@@ -422,15 +393,9 @@ def test_a_transposed_result_and_one_that_is_the_same_everywhere_are_recognised(
         (lambda a, b: (0 * a, 0 * b), "zero"),
         (lambda a, b: (a / 0 - a / 0, b), "nan"),
         (lambda a, b: ((a - a[0]) / 0, b), "not finite"),
-        (lambda a, b: (a + b, b + 1), "too large"),
-        (lambda a, b: (a - b / 2, b / 2), "too small"),
         (lambda a, b: (a * 1.5, b * 1.5), "times 1.5"),
         (lambda a, b: (a.flip(0), b), "reordered"),
-        (lambda a, b: (None, b), "nothing ['x']"),
-        (lambda a, b: ([], b), "nothing ['x']"),
-        (lambda a, b: (a.float().double(), b), "digits of float32"),
         (lambda a, b: (a, b + 1e-8), "small"),
-        (lambda a, b: (a.bfloat16().double(), b.bfloat16().double()), "digits of bfloat16"),
     ],
 )
 def test_what_all_wrong_numbers_have_in_common_is_said(change, kind):
@@ -438,15 +403,6 @@ def test_what_all_wrong_numbers_have_in_common_is_said(change, kind):
     right = [{"x": a, "y": a**3}]
     found = dict(patterns({}, [dict(zip("xy", change(a, a**3), strict=True))], right))
     assert kind in found, found
-
-
-def test_what_a_global_keeps_between_calls_is_told_from_what_is_wrong_in_each():
-    text = solution(ZIGZAG).replace(IN_ORDER, f"noted(size, {IN_ORDER})")
-    noted = "KEPT = {}\n\ndef noted(key, value):\n    return KEPT.setdefault(key, value)\n"
-    for extra in ("", " + 1"):
-        whole = f"{text}\n{noted}".replace("value)\n", f"value{extra})\n")
-        is_kept = check(ZIGZAG, whole, Path("student.py")).mistake == "kept"
-        assert is_kept == (not extra)
 
 
 def test_an_argument_is_changed_only_where_the_course_changes_it_too():

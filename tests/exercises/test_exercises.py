@@ -37,9 +37,6 @@ def test_the_file_to_read_lacks_only_the_solution(number):
     assert NOT_WRITTEN in ast.unparse(node)
     node.body = target.node.body
     assert ast.dump(tree) == ast.dump(target.tree)
-    near = reading(exercise, whole=False)  # lines of the whole, and a last one about the others
-    assert NOT_WRITTEN in ast.unparse(lookup(ast.parse(near), exercise.qualified_name))
-    assert set(near.splitlines()[:-1]) <= set(reading(exercise).splitlines())
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -75,8 +72,6 @@ def test_a_result_of_a_wrong_type_is_explained(number, result):
     returns_nothing = all(f.returns and ast.unparse(f.returns) == "None" for f in functions)
     if not returns_nothing and not (yields and result != "None"):
         sentence, form = verdict.message.splitlines()[0], "None" if result == "None" else "a list"
-        if verdict.message == "There is nothing in `FLOPs per token`." and result == "None":
-            return  # as clear
         assert verdict.mistake == "wrong_type", verdict
         assert f" returned {form}" in sentence and "; it should return " in sentence
         assert "\n" not in sentence.strip() and exercise.qualified_name.split(".")[-1] in sentence
