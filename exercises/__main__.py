@@ -37,7 +37,6 @@ OPTIONS = {
     "folder": {"type": Path, "help": "what to write: outside of this one, and new"},
     "submissions": {"type": Path, "nargs": "?", "help": "with a folder for each student"},
     "zip": {"type": Path, "help": "what to write"},
-    "--all": IS_SET | {"help": "also what it does not use"},
     "--solution": IS_SET | {"help": "check the course's own"},
     "--seed": {"type": int, "default": 0, "help": "for other sizes and data"},
     "--config": {"type": Path, "default": FOLDER.parent / "config.json", "help": "of the run"},
@@ -101,13 +100,13 @@ def start(number: int) -> None:
     if path.exists():
         raise ValueError(f"{path} is there already: delete it to start again")
     path.write_text(starter(exercise))
-    print(f"What it uses, and what uses it: python -m exercises read {number:02}")
+    print(f"The file that it is in: python -m exercises read {number:02}")
     print(f"Write your version in {path}, then: python -m exercises check {number:02}")
 
 
-def read(number: int, all: bool) -> None:
-    """What the function uses, and what uses it, without the function's body."""
-    print(reading(catalogue.load(number), all), end="")
+def read(number: int) -> None:
+    """The file that the function is in, without the function's body."""
+    print(reading(catalogue.load(number)), end="")
 
 
 def file_of(exercise: Exercise) -> Path:

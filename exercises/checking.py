@@ -15,7 +15,7 @@ from pathlib import Path
 from exercises.calls import wrong_call
 from exercises.compare import common_pattern, only_wrong
 from exercises.exercise import GATES, Exercise, Mistake, Verdict, in_common, order_of
-from exercises.outcome import Outcome, failed_of, outcome_of, outcome_of_student
+from exercises.outcome import Outcome, failed_of, outcome_of
 from exercises.pictures import picture
 from exercises.source import solution
 
@@ -24,7 +24,7 @@ def check(
     exercise: Exercise, text: str, path: Path, seed: int = 0, others: dict | None = None
 ) -> Verdict:
     """Check a student's text; `others`: outcomes of known mistakes, if they have been run."""
-    return verdict_on(exercise, outcome_of_student(exercise, text, path, seed), seed, others)
+    return verdict_on(exercise, outcome_of(exercise, text, path, seed), seed, others)
 
 
 def verdict_on(
@@ -89,8 +89,7 @@ def _known(
 
     places, partly = [outcome.index(result) for result in failed], None
     for mistake in exercise.mistakes:
-        # What a version keeps comes from the cases before: one case alone would lack it.
-        if failed[0].keeps or all(agrees(mistake, places[:1])):
+        if all(agrees(mistake, places[:1])):
             same = agrees(mistake, [*range(len(outcome))])
             if all(same):
                 return mistake.name, mistake.sentence
@@ -103,9 +102,6 @@ def _known(
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
     """What is wrong about a version that is no known mistake: a name, and a sentence, if any."""
     right = [result for result in outcome if result not in failed]
-    if failed[0].keeps:
-        how = "all is right if the function is made anew for each call, and the case runs alone"
-        return "kept", f"Something is kept between calls: with {failed[0].case}, {how}."
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind != "exception":
         return crash.failure.kind, ""

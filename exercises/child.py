@@ -121,11 +121,11 @@ def main(number: str, file: str, seed: str, verdict_path: str) -> None:
 def _exercise(number: str, path: Path, seed: int, has_ended: threading.Event) -> Verdict:
     """The verdict on a file; `has_ended` is set when no code of the student runs any more."""
     from exercises.checking import verdict_on
-    from exercises.outcome import outcome_of_student
+    from exercises.outcome import outcome_of
 
     exercise = load(int(number))
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
-    outcome = outcome_of_student(exercise, text, path, seed)
+    outcome = outcome_of(exercise, text, path, seed)
     has_ended.set()  # what follows may run all known mistakes
     return verdict_on(exercise, outcome, seed)
 

@@ -12,9 +12,9 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from exercises import source
@@ -45,17 +45,14 @@ def module_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def course_with(
-    exercise: Exercise, text: str, path: Path, watch: Watch, forgets: bool = False
-) -> Iterator[Course]:
+def course_with(exercise: Exercise, text: str, path: Path, watch: Watch) -> Iterator[Course]:
     """Within, the course is imported anew, with the definition that a student's file has.
 
-    `forgets`: a function, or a method, is made anew for each call, with all that the file defines.
     BadFile where the file cannot be used; whatever its own code raises when it is imported.
     """
     tree = source.parse(exercise, text)
     with fresh_modules():
-        import_with(exercise, tree, path, watch, forgets)
+        import_with(exercise, tree, path, watch)
         yield Course()
 
 
@@ -88,7 +85,6 @@ def import_with(
     tree: ast.Module,
     path: Path,
     watch: Watch = lambda definition: definition,
-    forgets: bool = False,
 ) -> None:
     """Import the target's module with the definition in the student's tree."""
     target = source.find(exercise)
@@ -100,24 +96,7 @@ def import_with(
         names, helpers = module.__dict__, {}
 
         def defined(name: str) -> Any:
-            found = _defined(name, tree, path, names, helpers, exercise)
-            if forgets and isinstance(found, FunctionType):
-                found = renewed(found, lambda: again(name))
-            elif forgets:
-                for key, member in [*vars(found).items()]:
-                    if isinstance(member, FunctionType):
-                        setattr(found, key, renewed(member, lambda key=key: vars(again(name))[key]))
-            return watch(found)
-
-        def renewed(function: FunctionType, make: Callable) -> FunctionType:
-            return wraps(function)(lambda *args, **named: make()(*args, **named))
-
-        def again(name: str) -> FunctionType | type:
-            mine = {key for found in helpers.values() for key in found}
-            others, new = {key: names[key] for key in names.keys() - mine}, {}
-            found = _defined(name, tree, path, others, new, exercise)
-            _add_helpers(tree.body, path, others, new, exercise)
-            return found
+            return watch(_defined(name, tree, path, names, helpers, exercise))
 
         names[FUNCTION] = defined
         exec(compile(text, module.__file__, "exec"), names)

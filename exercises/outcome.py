@@ -34,7 +34,6 @@ class CaseResult:
     problems: dict[str, str] = field(default_factory=dict)  # by gate that failed
     expected: list[dict] = field(default_factory=list)
     calls: dict[int | None, list[Call]] = field(default_factory=dict)  # by rank
-    keeps: bool = False  # something between calls, without which all is right
 
     @property
     def values(self) -> list[dict]:
@@ -68,12 +67,10 @@ def outcome_of(
     path: Path,
     seed: int = 0,
     places: list[int] | None = None,
-    forgets: bool = False,
     is_watched: bool = True,
 ) -> Outcome:
     """Run all cases, or those at some places, with the definition in a student's text.
 
-    `forgets`: a function, or a method, is made anew for each call, so that it keeps nothing.
     `is_watched`: its calls are noted.
     """
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
@@ -82,7 +79,7 @@ def outcome_of(
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:
-            with course_with(exercise, text, path, watch, forgets) as course:
+            with course_with(exercise, text, path, watch) as course:
                 for case in cases:
                     results.append(_result_of(exercise, case, course, path))
                     results[-1].calls = calls.take()
@@ -91,15 +88,6 @@ def outcome_of(
             if not isinstance(error, BadFile) and not _lines_of(path, error):
                 raise  # an error of this checker
             return [CaseResult(case, failure=failure_of(error, path)) for case in cases]
-
-
-def outcome_of_student(exercise: Exercise, text: str, path: Path, seed: int) -> Outcome:
-    """All cases, and the first that fails once more, alone, with a function that forgets."""
-    outcome = outcome_of(exercise, text, path, seed)
-    for first in failed_of(outcome)[:1]:
-        again = outcome_of(exercise, text, path, seed, [outcome.index(first)], forgets=True)
-        first.keeps = not failed_of(again)
-    return outcome
 
 
 def failed_of(outcome: Outcome) -> Outcome:

@@ -6,7 +6,6 @@ cannot drift apart.
 
 import ast
 import builtins
-import re
 import textwrap
 from pathlib import Path
 from symtable import symtable
@@ -99,34 +98,12 @@ def starter(exercise: Exercise) -> str:
     return f"{header}\n\n{_imports(exercise, target)}\n\n{emptied(target)}"
 
 
-def reading(exercise: Exercise, whole: bool = True) -> str:
-    """The file of the target, without the solution; or what it uses, and what uses it."""
+def reading(exercise: Exercise) -> str:
+    """The file of the target, without the solution."""
     # As a class has it, where other bodies may be missing, too.
     path = FOLDER.parent / course_file(exercise).relative_to(ROOT)
     target = target_in(path.read_text(), exercise.qualified_name, path)
-    text = target.replaced(path.read_text(), emptied(target))
-    return text if whole else _near(target, text)
-
-
-def _near(target: Target, text: str) -> str:
-    """Without the definitions that have nothing to do with the target; records are all there."""
-    used, lines, left_out = _names(target.node), text.splitlines(), []
-    for node in reversed(ast.parse(text).body):
-        is_record = any("dataclass" in _names(d) for d in getattr(node, "decorator_list", ()))
-        is_record |= any("NamedTuple" in _names(base) for base in getattr(node, "bases", ()))
-        is_other = isinstance(node, Definition) and not is_record and node.name not in used
-        if is_other and target.node.name not in _names(node) | {node.name}:
-            lines[first_line(node) - 1 : node.end_lineno] = []
-            left_out.append(node.name)
-    text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).rstrip() + "\n"
-    return text + (f"\n# Left out: {', '.join(reversed(left_out))}\n" if left_out else "")
-
-
-def _names(node: ast.AST) -> set[str]:
-    """All names and attributes in it, and what it defines."""
-    nodes = list(ast.walk(node))
-    kinds = (ast.Name, "id"), (ast.Attribute, "attr"), (Definition, "name")
-    return {getattr(n, key) for kind, key in kinds for n in nodes if isinstance(n, kind)}
+    return target.replaced(path.read_text(), emptied(target))
 
 
 def emptied(target: Target) -> str:
