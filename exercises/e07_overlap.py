@@ -30,8 +30,7 @@ def cases(dice: Dice) -> list[Case]:
     n = dice.randint(8, 12)  # so that three of the smallest exceed the limit of a bucket
     unequal = [n, n + 1, n + 3, n + 2]
     sizes = (1, unequal, 1), (2, [n] * 4, 1), (3, [n] * 4, 1), (2, unequal, 2)
-    cases = [Case(ranks, sizes=of_buckets, steps=steps) for ranks, of_buckets, steps in sizes]
-    return [*cases, Case(4, sizes=[n] * 4, steps=1, then=2)]
+    return [Case(ranks, sizes=of_buckets, steps=steps) for ranks, of_buckets, steps in sizes]
 
 
 def names_of(bucket: int) -> list[str]:
@@ -58,12 +57,8 @@ def gradient(case: Case, step: int, rank: int, micro_batch: int, name: str):
 
 def on_rank(rank, case: Case) -> dict:
     parameters = {n: torch.nn.Parameter(torch.zeros(case.sizes[int(n[1])]).double()) for n in NAMES}
-    axes = [] if hasattr(case, "then") else [rank.axis("dp")]
-    if not axes:  # as of a tied embedding
-        layout = rank.course.settings.Layout(dp=case.ranks // case.then, pp=case.then)
-        axes = [rank.axes(layout)[name] for name in ("dp", "pp")]
-    kind = rank.course.data_parallel.GradientBuckets
-    buckets = kind(parameters, axes[0], axes[1:], 8 * OF_BUCKET * max(case.sizes))
+    kind, most = rank.course.data_parallel.GradientBuckets, 8 * OF_BUCKET * max(case.sizes)
+    buckets = kind(parameters, rank.axis("dp"), [], most)
     assert [len(bucket.names) for bucket in buckets.buckets] == [OF_BUCKET] * BUCKETS
     results = {}
     for step in range(case.steps):
@@ -100,12 +95,9 @@ def expected(case: Case) -> list[dict]:
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    then = getattr(case, "then", 1)
-    sums = [n for n in (case.ranks // then, then) if n > 1]  # ranks of each
-    share = sum(2 * (n - 1) / n for n in sums)
-    calls = case.steps * BUCKETS * len(sums)
+    share = 2 * (case.ranks - 1) / case.ranks
     size = case.steps * share * 8 * OF_BUCKET * sum(case.sizes)
-    return [{"all_reduce": Sent(calls, size)}] * case.ranks
+    return [{"all_reduce": Sent(case.steps * BUCKETS, size)}] * case.ranks
 
 
 def order(case: Case, rank: int, record) -> str | None:

@@ -49,7 +49,6 @@ def cases(dice: Dice) -> list[Case]:
         for n, ep, etp, X, k, c in sizes
     ]
     some[1].unused = 3  # the last experts get no tokens, so that the last rank gets no rows
-    some[3].dtype = "bfloat16"  # of x; weights have float32
     return some
 
 
@@ -61,14 +60,12 @@ def inputs(case: Case, rank: int):
     used = case.experts - getattr(case, "unused", 0)
     experts = draw(case, "experts", rank, shape=(n, used)).argsort(-1)[:, : case.k].clone()
     experts[0, 0] = case.experts  # dropped
-    if hasattr(case, "dtype"):
-        x, d_out, weights = x.bfloat16(), d_out.bfloat16(), weights.float()
     return x.requires_grad_(), weights.requires_grad_(), experts, d_out
 
 
 def expert(case: Case, number: int, x, part: slice = slice(None)):
-    into = draw(case, "into", number, shape=(E, INNER))[:, part].to(x.dtype)
-    out_of = draw(case, "out of", number, shape=(INNER, E))[part].to(x.dtype)
+    into = draw(case, "into", number, shape=(E, INNER))[:, part]
+    out_of = draw(case, "out of", number, shape=(INNER, E))[part]
     return (x @ into).tanh() @ out_of
 
 
@@ -89,7 +86,7 @@ def on_rank(rank, case: Case) -> dict:
         got.append([sorted(filter(None, w.tolist())) for _, w in parts])  # no weight of padding
         first = axes.ep.rank * each  # of this rank's experts
         outs = [w[:, None] * expert(case, first + i, r, part) for i, (r, w) in enumerate(parts)]
-        return torch.cat(outs).to(rows.dtype)
+        return torch.cat(outs)
 
     def check_rows(sizes, num_tokens):
         rank.mark("checked")
@@ -124,8 +121,7 @@ def expected(case: Case) -> list[dict]:
         come = [all_weights[all_experts == first + i].sort().values.tolist() for i in range(each)]
         sizes, tokens = [len(one) for one in come], len(x) * case.ranks
         result = {SIZES: [[tokens] * each if case.capacity else sizes], WEIGHTS: [come]}
-        if not hasattr(case, "dtype"):  # of sums in bfloat16 no number is certain
-            result |= {"out": out.detach(), "gradient of x": dx, "gradient of weights": dw}
+        result |= {"out": out.detach(), "gradient of x": dx, "gradient of weights": dw}
         result |= {} if case.capacity else {CHECKS: [[sizes, tokens]]}
         results.append(result | {"shared": two, "gradient of what meanwhile uses": two})
     return results
@@ -142,8 +138,7 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
         leave, arrive = sum(moves[rank]), sum(row[rank] for row in moves)
         leave, arrive = (rows - moves[rank][rank] for rows in (leave, arrive))
         # There: x, weights, and the gradient of what comes back. Back: results, two gradients.
-        b, w = (2, 4) if hasattr(case, "dtype") else (8, 8)
-        size = leave * (E * b + w + E * b) + arrive * (E * b + E * b + w)
+        size = 8 * (2 * E + 1) * (leave + arrive)
         counts = {} if case.capacity else {"all_to_all": Sent(1, 8 * each * (case.ranks - 1))}
         sent.append({"all_to_all as exchange": Sent(6, size)} | counts)
     return sent

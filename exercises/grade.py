@@ -24,10 +24,10 @@ from exercises.exercise import GATES, constant, files, load
 from exercises.hunts import ANSWER, HUNTS, judge
 from exercises.sandbox import WARNING, Sandbox, is_plain
 
-# A line of the table, as it is where nothing was handed in. Place and sentence are of the
-# mistake that a hunt has: for the teacher alone. The page has `message`, and the table has not.
+# What there is about a task where nothing was handed in. The table, pages and Gradescope's results
+# are made of such records; the page has `message`, and the table has not.
 ROW = {"student": "", "exercise": "", "points": 0, "of": 0, "passed": 0, **dict.fromkeys(GATES, "")}
-ROW |= {"mistake": "", "seconds": 0, "place": "", "sentence": "", "message": ""}
+ROW |= {"mistake": "", "seconds": 0, "message": ""}
 POINTS = 10  # of an exercise, where nothing else is given
 OTHERS = {"design": [1], "hunt": [*HUNTS]}  # by number
 Row = dict[str, Any]
@@ -217,14 +217,11 @@ def share_of(passed: bool, marks: dict[str, str]) -> float:
 
 def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
-    hunt = HUNTS[task.number]
-    more = {"place": f"{hunt.file}:{hunt.line}", "sentence": hunt.found}
     if answer == ANSWER:  # as the sheet has it
-        return 0.0, more | {"mistake": "not_answered", "message": "not answered"}
-    near = judge(hunt, str(answer)).replace("file", "right file alone")
-    more["message"] = f"{answer}: {near}\nreason: {reason}"
-    is_right = near == "right"
-    return float(is_right), more | {"mistake": "" if is_right else near.replace(" ", "_")}
+        return 0.0, {"mistake": "not_answered", "message": "not answered"}
+    near = judge(HUNTS[task.number], str(answer)).replace("file", "right file alone")
+    name = "" if near == "right" else near.replace(" ", "_")
+    return float(not name), {"mistake": name, "message": f"{answer}: {near}\nreason: {reason}"}
 
 
 def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:

@@ -76,13 +76,11 @@ def norm(x: Tensor) -> Tensor:
 def run_cut(rank: Rank, case: Case, kind: str) -> dict[str, Any]:
     """What a rank has of the result and of all gradients; `kind` of boundary.
 
-    Marks "backward", and "weight gradients" where these are computed. All
-    products are with copies of the weights, as in bfloat16: a weight itself is another number.
+    Marks "backward", and "weight gradients" where these are computed.
     """
     course, axis, n = rank.course, rank.axis("tp"), case.ranks
     queue = course.linear.WeightGradients()
     queue.hold = True
-    queue.run_during_message = partial(rank.mark, "queue in forward")
     boundary = getattr(course.boundary, kind)(axis, queue)
     ends = course.tensor_parallel.Ends(axis, sequence_parallel=kind == "SequenceBoundary")
     own_largest = 2.0 + rank.number * (kind == "SequenceBoundary")
@@ -94,8 +92,6 @@ def run_cut(rank: Rank, case: Case, kind: str) -> dict[str, Any]:
         parts = {k: part(k, weight, rank.number, n).clone() for k, weight in whole.items()}
         linears = {k: course.linear.Linear(nn.Parameter(own)) for k, own in parts.items()}
         for linear in linears.values():
-            linear.make_copy(x.dtype)
-            linear.weight.data = 2 * linear.weight.data
             linear.gradient_arrived = partial(rank.mark, "weight gradients")
         sublayers.append(Sublayer(linears))
         enter = partial(course.boundary._Enter.apply, boundary)
@@ -111,15 +107,9 @@ def run_cut(rank: Rank, case: Case, kind: str) -> dict[str, Any]:
     if kind == "SequenceBoundary":
         upstream = upstream.chunk(n, 1)[rank.number]
     rank.mark("backward")
-    del queue.run_during_message  # from here on its own
     out.backward(upstream)
     results = {"output": out.detach(), "gradient of the input": mine.grad}
     results["what maximum returns"] = largest.item()
-    if kind == "SequenceBoundary":  # memory is used again
-        x = torch.ones(1, 1, 1, dtype=torch.float64)
-        results["whole of x, then of other numbers there"] = [
-            boundary.whole(x.fill_(number)).flatten().tolist() for number in (1, 2)
-        ]
     named = (pair for sublayer in sublayers for pair in sublayer.named_children())
     results |= {f"gradient of {name}": linear.weight.grad for name, linear in named}
     return results | {"kept by norms": kept}
@@ -142,9 +132,6 @@ def run_whole(case: Case, kind: str) -> list[dict[str, Any]]:
         results.append({"output": y, "gradient of the input": leaf.grad})
         # Where each rank has all positions, all have the same largest value.
         results[-1]["what maximum returns"] = 1.0 + case.ranks if cuts_sequence else 2.0
-        if cuts_sequence:
-            wholes = [[number] * case.ranks for number in (1.0, 2.0)]
-            results[-1]["whole of x, then of other numbers there"] = wholes
         for k, w in (pair for whole in leaves for pair in whole.items()):
             results[-1][f"gradient of {k}"] = part(k, w.grad, rank, case.ranks)
     return results if y.dtype == torch.float64 else [{}] * case.ranks
@@ -156,16 +143,13 @@ def traffic_of(case: Case, kind: str) -> list[dict[str, Sent]]:
     size = 5 * share * dtype_of(case).itemsize * case.batch * case.length * case.hidden
     if kind == "Boundary":
         return [{"all_reduce": Sent(5, 2 * size)}] * n
-    sent = {"all_gather": Sent(7, size + 2 * (n - 1) * 8), "reduce_scatter": Sent(5, size)}
+    sent = {"all_gather": Sent(5, size), "reduce_scatter": Sent(5, size)}
     return [sent | {"all_reduce": Sent(1, 2 * share * 8)}] * n  # of the largest value
 
 
 def overlap_problem(rank: int, record: Record, kind: str) -> str | None:
     """What is wrong with the order in backward: start of a message, weight gradients, its end."""
     operation = MESSAGE[kind]
-    if record.count("mark", "queue in forward"):
-        what = f"rank {rank} runs the queue of weight gradients in forward"
-        return f"{what}: what is computed during a message of forward is given as `meanwhile`"
     events = record.events[record.place("mark", "backward") :]
     words = [e.kind for e in events if e.what in (operation, "weight gradients")]
     if "start" not in words:
