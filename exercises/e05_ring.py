@@ -61,15 +61,7 @@ def order(case: Case, rank: int, record) -> str | None:
     for event in record.events:
         if event.what == "send" and event.peer not in (None, (rank + 1) % case.ranks):
             return f"rank {rank} sends to rank {event.peer}, which is not the next one"
-    for hop in range(case.ranks - 1):
-        use = record.place("mark", "compute", hop)
-        if record.place("start", "send", hop) > use:
-            return f"rank {rank} begins hop {hop} only after tensor {hop} was used"
-        waits = [record.place("wait", what, hop) for what in ("send", "receive")]
-        if min(waits) < use:
-            return f"rank {rank} waits for hop {hop} before tensor {hop} is used"
-        if max(waits) == len(record.events):
-            return f"rank {rank} does not wait for both ends of hop {hop}: Shift.wait does"
+    return record.hop_problem(rank, case.ranks - 1)
 
 
 MISTAKES = """

@@ -109,16 +109,9 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    sends = [i for i, e in enumerate(record.events) if (e.kind, e.what) == ("start", "send")]
-    blocks = [i for i, e in enumerate(record.events) if e.kind == "mark"]
-    if len(blocks) != case.ranks:
-        return f"rank {rank} attends to {len(blocks)} blocks, not to {case.ranks}"
-    waits = [i for i, e in enumerate(record.events) if (e.kind, e.what) == ("wait", "send")]
-    for hop in range(case.ranks - 1):
-        if hop < len(sends) and sends[hop] > blocks[hop]:
-            return f"rank {rank} sends for hop {hop + 1} after it has attended at hop {hop}"
-        if hop < len(waits) and waits[hop] < blocks[hop]:
-            return f"rank {rank} waits for hop {hop + 1} before it has attended at hop {hop}"
+    if (blocks := sum(event.kind == "mark" for event in record.events)) != case.ranks:
+        return f"rank {rank} attends to {blocks} blocks, not to {case.ranks}"
+    return record.hop_problem(rank, case.ranks - 1)
 
 
 MISTAKES = """

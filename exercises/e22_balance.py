@@ -28,6 +28,7 @@ Read: extensions/experts/router.py.
   In production: Megatron-LM's `TopKRouter`.
 """
 
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -35,7 +36,9 @@ import torch
 
 from exercises.exercise import Case, Dice, Sent, draw
 
-COEFFICIENTS = {"batch": 0.05, "seq": 0.3, "global": 0.7}  # in the order of the tally's losses
+NAMES = {"batch": "", "seq": "seq_", "global": "global_"}
+COEFFICIENTS = {"batch": 0.05, "seq": 0.3, "global": 0.7}
+REPORTED = "{}load_balancing_loss of layer 1".format
 MICRO_BATCHES = 2
 
 
@@ -59,22 +62,23 @@ def on_rank(rank, case: Case) -> dict:
     axes = rank.axes(course.settings.Layout(dp=case.dp, cp=case.cp))
     sizes = {"num_local_experts": case.experts, "num_experts_per_tok": case.k, "hidden_size": 1}
     config = SimpleNamespace(num_layers=2, scoring_func="sigmoid", **sizes)
-    names = "moe_aux_loss_coeff", "moe_seq_aux_loss_coeff", "moe_global_aux_loss_coeff"
-    values = (value * (loss in used) for loss, value in COEFFICIENTS.items())
-    routing = SimpleNamespace(**dict(zip(names, values, strict=True)))
-    tally = course.router.RoutingCounts(config, torch.device("cpu"))
-    router = course.router.Router(config, routing, tally, layer=1)
-    # A version that counts with this bias counts expert 0 for every token.
-    router.e_score_correction_bias = torch.eye(case.experts)[0]
+    values = {f"moe_{NAMES[k]}aux_loss_coeff": x * (k in used) for k, x in COEFFICIENTS.items()}
+    losses, counts = Counter(), torch.zeros(2, case.experts, dtype=torch.float64)
+
+    def add(layer: int, name: str, loss: torch.Tensor) -> None:
+        losses[f"{name} of layer {layer}"] += float(loss)
+
+    tally = SimpleNamespace(counts_of_step=counts, add=add)
+    router = course.router.Router(config, SimpleNamespace(**values), tally, layer=1)
     router.sum_over_sequences = partial(course.collectives.all_reduce, axis=axes.cp_tp)
     router.sum_over_batch = partial(course.collectives.all_reduce, axis=axes.dp)
-    place, results = (axes.dp.rank, axes.cp.rank), {}
+    place, results = (axes.dp.rank, axes.cp.rank), {"losses": losses}
     for i in range(MICRO_BATCHES):
         gradient = router._balance(shares_of(case, *place, i))
         results[f"gradient, micro-batch {i}"] = gradient.clone()
     if "global" in used:  # else nobody reads them
-        results["counts of the step, by layer"] = router.tally.counts_of_step.clone()
-    return results | {"losses, and what else the tally has": router.tally.table.clone()}
+        results["counts of the step, by layer"] = counts
+    return results
 
 
 def counts_of(case: Case, dp: int, sequence: int, micro_batch: int) -> torch.Tensor:
@@ -90,7 +94,8 @@ def expected(case: Case) -> list[dict]:
     results, used, sequences = [], case.losses.split(), range(case.sequences)
     for rank in range(case.ranks):
         dp, cp = divmod(rank, case.cp)
-        seen, result, tally = 0, {}, dict.fromkeys(COEFFICIENTS, 0.0)
+        seen, losses = 0, Counter()
+        result = {"losses": losses}
         for i in range(MICRO_BATCHES):
             of = [[counts_of(case, d, b, i) for b in sequences] for d in range(case.dp)]
             seen = seen + sum(map(sum, of))
@@ -100,14 +105,13 @@ def expected(case: Case) -> list[dict]:
                 f = {name: case.experts * f[name] / f[name].sum() for name in used}
                 rows.append(sum(COEFFICIENTS[name] * f[name] for name in used))
                 for name in used:
-                    tally[name] += float((shares_of(case, dp, cp, i)[b] * f[name]).sum())
+                    loss = float((shares_of(case, dp, cp, i)[b] * f[name]).sum())
+                    losses[REPORTED(NAMES[name])] += loss
             result[f"gradient, micro-batch {i}"] = torch.stack(rows)[:, None]
-        # A row has the experts, "dropped", "tokens", the three losses and "z_loss".
-        table, counts = (torch.zeros(2, case.experts + n, dtype=torch.float64) for n in (6, 0))
-        table[1, case.experts + 2 : -1] = torch.tensor(list(tally.values()), dtype=torch.float64)
-        counts[1] = seen
-        result |= {"counts of the step, by layer": counts} if "global" in used else {}
-        results.append(result | {"losses, and what else the tally has": table})
+        if "global" in used:
+            counts = torch.stack([torch.zeros(case.experts).double(), seen])
+            result["counts of the step, by layer"] = counts
+        results.append(result)
     return results
 
 

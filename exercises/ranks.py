@@ -76,6 +76,19 @@ class Record:
     def count(self, kind: str, what: str) -> int:
         return sum((e.kind, e.what) == (kind, what) for e in self.events)
 
+    def hop_problem(self, rank: int, hops: int) -> str | None:
+        """What is wrong with the order of a ring: each hop travels while a mark says "used"."""
+        uses = [i for i, event in enumerate(self.events) if event.kind == "mark"]
+        for hop, use in enumerate(uses[:hops]):
+            if self.place("start", "send", hop) > use:
+                return f"rank {rank} begins hop {hop} only after tensor {hop} was used"
+            waits = [self.place("wait", what, hop) for what in ("send", "receive")]
+            if min(waits) < use:
+                return f"rank {rank} waits for hop {hop} before tensor {hop} is used"
+            if max(waits) == len(self.events):
+                return f"rank {rank} does not wait for both ends of hop {hop}: Shift.wait does"
+        return None
+
 
 def run_case(
     course: Course, case: Case, on_rank: Callable[[Rank, Case], dict[str, Any]], student: Path
