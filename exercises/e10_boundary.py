@@ -22,35 +22,31 @@ Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/lin
   production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
-from exercises.exercise import Case, Dice, Sent
-from exercises.sublayers import overlap_problem, run_cut, run_whole, traffic_of
+from exercises import boundaries
+from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = {"batch": 2, "hidden": dice.randint(3, 6), "inner": 12}
-    plain = [Case(n, kind="Boundary", length=dice.randint(2, 4), **sizes) for n in (2, 3)]
-    half = Case(2, kind="Boundary", dtype="bfloat16", length=2, **sizes)
-    return [*plain, Case(2, kind="SequenceBoundary", length=6, **sizes), half]
+    sizes = {"batch": 2, "hidden": dice.randint(3, 6), "inner": 4}
+    some = [(2, 3, "Boundary", "float64"), (3, 2, "Boundary", "float64")]
+    some += [(2, 4, "SequenceBoundary", "float64"), (2, 2, "Boundary", "bfloat16")]
+    return [Case(n, length=S, kind=kind, dtype=dtype, **sizes) for n, S, kind, dtype in some]
 
 
 def on_rank(rank, case: Case) -> dict:
-    def product(linear, x):  # in another order in memory: a message needs it contiguous
-        return (x @ linear.operand.T).mT.contiguous().mT
-
-    rank.course.linear.Linear.product = product
-    return run_cut(rank, case, case.kind)
+    return boundaries.run(rank, case)
 
 
 def expected(case: Case) -> list[dict]:
-    return run_whole(case, case.kind)
+    return boundaries.expected(case)
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:
-    return traffic_of(case, case.kind)
+def traffic(case: Case) -> list[dict]:
+    return boundaries.traffic(case)
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    return overlap_problem(rank, record, case.kind)
+    return boundaries.order(case, rank, record)
 
 
 MISTAKES = """

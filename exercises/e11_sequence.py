@@ -18,49 +18,38 @@ Read: extensions/overlap/boundary.py, collectives.py.
   `torch.distributed.tensor.parallel.SequenceParallel`.
 """
 
-from exercises.exercise import Case, Dice, Sent
-from exercises.memory import SavedTensors
-from exercises.sublayers import data, norm, overlap_problem, run_cut, run_whole, traffic_of
-
-KIND = "SequenceBoundary"
+from exercises import boundaries
+from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = {"length": 12, "hidden": dice.randint(3, 6), "inner": 12}
+    sizes = {"length": 12, "hidden": dice.randint(3, 6), "inner": 4, "kind": "SequenceBoundary"}
     batch = dice.randint(2, 3)
-    cases = [Case(ranks, batch=n, **sizes) for ranks, n in ((2, batch), (4, batch), (2, 1))]
-    return [*cases, Case(2, batch=1, dtype="bfloat16", **sizes)]
+    batches = (2, batch), (4, batch), (2, 1)
+    some = [Case(ranks, batch=n, dtype="float64", **sizes) for ranks, n in batches]
+    return [*some, Case(2, batch=1, dtype="bfloat16", **sizes)]
 
 
 def on_rank(rank, case: Case) -> dict:
-    return run_cut(rank, case, KIND)
+    return boundaries.run(rank, case)
 
 
 def expected(case: Case) -> list[dict]:
-    return run_whole(case, KIND)
+    return boundaries.expected(case)
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:
-    return traffic_of(case, KIND)
-
-
-def bytes_of_norms(case: Case) -> int:
-    """What autograd keeps of both norms, each of the whole [B, S, E]."""
-    _, whole, _ = data(case)
-    with SavedTensors() as kept:
-        norm(whole.requires_grad_())
-    return 2 * kept.bytes
+def traffic(case: Case) -> list[dict]:
+    return boundaries.traffic(case)
 
 
 def memory(case: Case, rank: int, record) -> str | None:
-    right = bytes_of_norms(case) / case.ranks
-    if (kept := record.values["kept by norms"]) != right:
-        what = f"rank {rank} keeps {kept} bytes of the norms between sublayers"
-        return f"{what}; its part of the sequence needs {right:g}"
+    part = 8 * case.batch * case.length * case.hidden / case.ranks
+    if (kept := record.values.get("bytes", part)) != part:
+        return f"rank {rank} keeps {kept} bytes of a sum; its part of the sequence needs {part:g}"
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    return overlap_problem(rank, record, KIND)
+    return boundaries.order(case, rank, record)
 
 
 MISTAKES = """

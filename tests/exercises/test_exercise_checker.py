@@ -112,20 +112,20 @@ unknown: Boundary.gather_multiply(
     [product(x) for product in products] => [product(x) / self.axis.size for product in products]
 """,
     11: """
-unknown: SequenceBoundary.whole(
+pattern: it is all there, but in another order.
     all_gather(x, self.axis, dim=1) => all_gather(x, self.axis, dim=1).roll(1, dims=1)
 wrong_type: of float32, a Work); it should return 2 values (a tensor
     scatter(y, => scatter(y.to(torch.promote_types(y.dtype, torch.float32)),
 unknown: It fails only in the cases with batch=
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
-+ rows, work = collectives.start_reduce_scatter(y.view(1, -1, y.shape[-1]), self.axis, dim=1)
++ rows, work = collectives.start_reduce_scatter(y.reshape(1, -1, y.shape[-1]), self.axis, dim=1)
 + return rows.view(len(y), -1, y.shape[-1]), work
 pattern: Every wrong number is NaN
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + class Work:
 +     wait = lambda self: None
 + return collectives.start_reduce_scatter(y, self.axis, dim=1)[0], Work()
-not_summed: rank 0 starts no reduce_scatter in backward
+not_summed: rank 0 starts no reduce_scatter
 - return collectives.start_reduce_scatter(y, self.axis, dim=1)
 + return y.chunk(self.axis.size, 1)[self.axis.rank], type('Done', (), {'wait': lambda self: None})()
 """,

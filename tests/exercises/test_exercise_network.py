@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from exercises.exercise import Case
 from exercises.loading import Course, fresh_modules
-from exercises.memory import SavedTensors, storage_bytes
+from exercises.memory import storage_bytes
 from exercises.ranks import run_case
 from exercises.simulated_dist import simulated
 from exercises.tiny import tiny_run
@@ -301,8 +301,5 @@ def test_a_whole_run_on_simulated_ranks_trains_as_one_rank_does():
 
 
 def test_bytes_are_counted_by_storage():
-    x, weight = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
-    with SavedTensors(but=[weight]) as saved:
-        (x @ weight).exp().sum()
-    assert saved.bytes == 4 * (3 * 4 + 3 * 5)
+    x = torch.ones(3, 4)
     assert storage_bytes([x, x[0], x.T]) == 48
