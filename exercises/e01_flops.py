@@ -30,6 +30,7 @@ from picotron_min.model import MLP, Llama
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
     sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3), "heads": 4}
+    # Two lengths show what depends on them; a tied head costs as much as one of its own.
     kinds = (6, False), (16, False), (9, True)
     some = [Case(1, **sizes, length=n, tied=tied) for n, tied in kinds]
     sizes |= {"tied": False, "head_dim": sizes["hidden"] // 2}  # more than hidden / heads
@@ -52,6 +53,7 @@ def on_rank(rank, case: Case) -> dict:
     config = model_config(case)
     result = {"FLOPs per token": (whole := flops(config, case.length))}
     result["FLOPs that depend on the length"] = whole - flops(config, 0)
+    # Of a wrong sum nobody sees which term is wrong: differences show it.
     more = flops(config.override(vocab_size=2 * case.vocab), case.length)
     result["FLOPs that doubling the vocabulary adds"] = more - whole
     more = flops(config.override(num_key_value_heads=4), case.length)
@@ -75,6 +77,7 @@ def expected(case: Case) -> list[dict]:
                 lambda _, x, router=router: x[0] + router(x[0]).mean()
             )
         layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()
+    # torch counts the products that really happen.
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(case.length), targets).backward()
     counts = counter.get_flop_counts()["Global"]

@@ -27,6 +27,7 @@ NAMES = "places, by dp rank", "places, asked for once more, the last micro-batch
 
 
 def cases(dice: Dice) -> list[Case]:
+    # More micro-batches than ranks, and fewer: one cannot stand for the other.
     sizes, rows = [(1, 3), (2, 1), (2, 3), (3, 2), (4, 2)], dice.randint(3, 5)
     return [Case(1, dp=dp, micro_batches=m, rows=rows) for dp, m in sizes]
 
@@ -39,6 +40,7 @@ def on_rank(rank, case: Case) -> dict:
     def asked_for(dp_rank: int) -> tuple[list, list]:
         batches = rank.course.data.Batches(tokens, seed=case.seed, dp_rank=dp_rank, **sizes)
         turns = range(case.micro_batches)
+        # And in another order: a place does not depend on what was asked before.
         first = [batches._places(i) for i in turns]
         return first, [batches._places(i) for i in reversed(turns)][::-1]
 

@@ -34,6 +34,7 @@ DIMS |= {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
 def cases(dice: Dice) -> list[Case]:
     vocab = dice.randrange(21, 40, 4)  # 21 / 4: 6, 6, 6, 3, as torch.chunk, not 6, 5, 5, 5
     seed = dice.randint(1, 99)
+    # Each axis alone, and tp with each of the others.
     sizes = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)]
     cases = [Case(tp * pp * dp, tp=tp, pp=pp, dp=dp, vocab=vocab) for tp, pp, dp in sizes]
     for i, case in enumerate(cases):
@@ -70,6 +71,7 @@ def on_rank(rank, case: Case) -> dict:
     for name in names_of_stage(list(shapes), axes.pp.rank, case.pp):
         mine = part_of(name, torch.empty(shapes[name]), case, axes.tp.rank, axes.dp.rank)
         parameters[name] = torch.nn.Parameter(torch.zeros(mine.shape))
+    # Parameters are filled in place: their memory stays where it is.
     before = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     course, wrong = rank.course.initialise, []
 
@@ -78,6 +80,7 @@ def on_rank(rank, case: Case) -> dict:
             wrong.append(f"initial_weight({name!r}, {tuple(shape)}, seed={seed}, ...)")
         return draw(name, shape, seed, std)
 
+    # A wrong name, shape or seed is named before any number is.
     with mock.patch.object(course, "initial_weight", noted):
         course.initialise(parameters, config, case.weights_seed, table, axes)
     moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != before[name]]

@@ -25,6 +25,7 @@ from exercises.exercise import Case, Dice, Sent, draw
 
 
 def cases(dice: Dice) -> list[Case]:
+    # Of 2 ranks the next one is also the previous one; of 4, distance 3 is one back.
     sizes = (2, 1), (3, 1), (4, 1), (4, 3)
     some = [Case(n, dp=1, cp=n, rows=dice.randint(2, 4), columns=3, distance=d) for n, d in sizes]
     # Two axes, of ranks 0 and 1 and of ranks 2 and 3: places on an axis are not ranks of the world.
@@ -41,6 +42,7 @@ def on_rank(rank, case: Case) -> dict:
     distance = [case.distance][: case.distance != 1]  # without one it is 1
     shift = rank.course.collectives.Shift(tensor, axes.cp, *distance)
     rank.mark("Shift returns")
+    # Values cannot show that memory may be freed too early: the network knows what it sends.
     kept = getattr(shift, "sent", None)
     events = {(event.kind, event.what) for event in rank.thread.events}
     travels = ("wait", "send") in events or rank.is_sending(kept)  # or has travelled

@@ -23,6 +23,7 @@ from exercises.exercise import Case, Dice, Sent, draw
 
 
 def cases(dice: Dice) -> list[Case]:
+    # One rank has no hop; two do not show in which direction the ring turns.
     return [Case(ranks, numbers=dice.randint(3, 6)) for ranks in (1, 2, 3, 4)]
 
 
@@ -32,6 +33,7 @@ def on_rank(rank, case: Case) -> dict:
     for source, arrived in rank.course.collectives.ring(tensor, rank.axis("cp")):
         rank.mark("compute")
         seen.append((source, arrived.clone()))
+        # A weak reference keeps nothing alive.
         given += [weakref.ref(arrived)] if len(seen) > 1 else []  # the first is the caller's
         alive = max(alive, len({id(one()) for one in given if one() is not None}))
         assert len(seen) <= 2 * case.ranks, "the ring yields without end"

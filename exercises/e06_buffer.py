@@ -29,6 +29,7 @@ from exercises.memory import storage_bytes
 
 def cases(dice: Dice) -> list[Case]:
     shapes = [tuple(dice.randint(2, 4) for _ in range(dice.randint(1, 2))) for _ in range(3)]
+    # Shapes of one and of two dims: an offset that counts rows is too small.
     sizes = (1, [(2, 3), (4,)]), (2, shapes), (3, [*shapes, (1, 5)])
     return [Case(ranks, shapes=of_parameters) for ranks, of_parameters in sizes]
 
@@ -45,6 +46,7 @@ def on_rank(rank, case: Case) -> dict:
     weights = [torch.nn.Parameter(draw(case, i, shape=s)) for i, s in enumerate(case.shapes)]
     parameters = {name(i): weight for i, weight in enumerate(weights)}
     bucket = rank.course.data_parallel.Bucket(parameters)
+    # On no device, so that a device that is written down is seen.
     elsewhere = {"p": torch.nn.Parameter(torch.empty(2, device="meta"))}
     device = rank.course.data_parallel.Bucket(elsewhere).gradients.device
     terms = [(weight * gradient(case, rank.number, i)).sum() for i, weight in enumerate(weights)]
@@ -57,6 +59,7 @@ def on_rank(rank, case: Case) -> dict:
     is_shared = another.gradients.data_ptr() == bucket.gradients.data_ptr()
     found["another bucket has the same memory"] = is_shared
     found["self.gradients.requires_grad"] = bucket.gradients.requires_grad
+    # Where each gradient begins and ends in memory.
     places = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in gradients.values())
     found["gradients overlap"] = any(end > begin for (_, end), (begin, _) in pairwise(places))
     found["device of the gradients of parameters on `meta`"] = str(device)

@@ -107,6 +107,7 @@ def order(case: Case, rank: int, record) -> str | None:
     begun = [(event.kind, event.what) for event in before].count(("start", "all_reduce"))
     if begun < BUCKETS - 1:
         return f"rank {rank} has begun {begun} of {BUCKETS} sums when the last gradient arrives"
+    # Backward stands still while it waits.
     if record.place("wait", "all_reduce") < record.place("mark", "backward ends"):
         return f"rank {rank} waits for a sum while backward still runs"
 

@@ -31,6 +31,7 @@ BY_COLUMNS, NOT_CUT = (
 
 
 def cases(dice: Dice) -> list[Case]:
+    # Each alone, but sequence parallelism, which needs tp.
     layouts = [{"tp": 2}, {"dp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2}, {"pp": 2}]
     layouts.append({"pp": 2, "pp_engine": "zb_v", "pp_chunks": 2})  # its ends are on one rank
     layers = dice.randint(1, 3)

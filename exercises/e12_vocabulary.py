@@ -98,6 +98,7 @@ def expected(case: Case) -> list[dict]:
 
 def exact(case: Case) -> list[dict]:
     x, weight, targets = data(case)
+    # In one process, with all of the vocabulary.
     logits = (x @ weight.T).double().requires_grad_()  # a product in bfloat16 is rounded
     losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # ignores -100
     losses.sum().backward()

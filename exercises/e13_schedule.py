@@ -30,6 +30,7 @@ FINE = {PROBLEM: "nothing"}
 
 
 def cases(dice: Dice) -> list[Case]:
+    # Fewer micro-batches than ranks, as many, and more.
     sizes = [(p, m) for p in (4, 1, 2, 3, 6) for m in (8, 1, 2, 3, 4, 5, 12, dice.randint(13, 20))]
     return [Case(1, stages=p, micro_batches=m) for p, m in sizes]
 
@@ -68,6 +69,7 @@ def played(rank: Rank, plans: list[Plan], last: int) -> tuple[dict[str, Any], Ti
 
 
 def expected(case: Case) -> list[dict]:
+    # By the formulas of the sheet: a plan that is as short, with as few alive, is right.
     p, m = case.stages, case.micro_batches
     results = FINE | {"bubble of each rank": [(p - 1) / (m + p - 1)] * p}
     results["most micro-batches alive"] = [min(m, p - rank) for rank in range(p)]

@@ -123,6 +123,7 @@ def on_rank(rank, case: Case) -> dict:
     axis, parallel, outputs = rank.axis("pp"), course.pipeline_parallel, Outputs()
     chunks, read, graphs = [], [], []
     schedule = course.registry.SCHEDULES[case.engine]
+    # Parts of a tiny model, whose outputs are counted.
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
         mine = weights_of(case, stage.layers.start, p * v - 1)
         chunks.append(parallel.Chunk(stage, PartOfModel(mine, stage, outputs)))
@@ -153,6 +154,7 @@ def expected(case: Case) -> list[dict]:
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
     weights = [weights_of(case, stage, last) for stage in range(last + 1)]
     total, number, results = torch.zeros((), dtype=torch.float64), 0, []
+    # All stages one after the other, in one process.
     for i in range(case.micro_batches):
         x, targets, positions, extra = batch_of(case, i)
         for stage, mine in enumerate(weights):

@@ -29,6 +29,7 @@ READ = "what the host reads, on meta"
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": 4 * dice.randint(2, 4) + 1, "hidden": 4 * dice.randint(1, 3)}
+    # Copies over tp, over dp, none, and of a tied embedding at both ends of a pipeline.
     layouts = [(4, {"pp": 2, "tp": 2}), (4, {"dp": 2, "tp": 2})]
     layouts += [(3, {"dp": 3, "sharding": "optimizer"}), (4, {"pp": 2, "dp": 2})]
     some = [Case(n, layout=x, zeros=i != 1, **sizes, spike=0) for i, (n, x) in enumerate(layouts)]
@@ -91,6 +92,7 @@ def read_by(measure, parameters: dict, table: dict, ranks: dict, zeros: bool) ->
 
 
 def expected(case: Case) -> list[dict]:
+    # Of whole parameters, each once.
     whole = torch.cat([gradient(case, name).flatten().double() for name in shapes(case)])
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()

@@ -76,9 +76,11 @@ def on_rank(rank, case: Case) -> dict:
     there = {t.data_ptr() for t in (*run.parameters.values(), *run.buffers.values(), *kept)}
     copies = [name for name, tensor in tensors.items() if tensor.data_ptr() not in there]
     saved = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    # As a checkpoint is loaded: into the tensors themselves.
     for name in sorted(saved.keys() & targets.keys()):
         targets[name].copy_(saved[name])
     checkpoint.set_optimizer_steps(other.optimizer, case.steps)
+    # Two more steps tell whether anything is missing.
     other.train(case.steps, case.steps + 2)
     run.train(case.steps, case.steps + 2)  # saving must not have changed it
     results = {"shapes": {name: list(tensor.shape) for name, tensor in saved.items()}}

@@ -43,6 +43,7 @@ def on_rank(rank, case: Case) -> dict:
     scores, values = scores_and_values(case)
     parts = zip(scores.split(case.keys, -1), values.split(case.keys, -2), strict=True)
     merged, *blocks = [(s.softmax(-1) @ v, s.logsumexp(-1)) for s, v in parts]
+    # As a ring does: the third block meets what two have become.
     for block in blocks:
         merged = rank.course.attention.merge_blocks(*merged, *block)
     return named(case, *merged)

@@ -24,6 +24,7 @@ from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
+    # More than one position a piece, of random length.
     some = [Case(1, cp=n, length=2 * n * dice.randint(2, 4)) for n in (2, 3, 4)]
     return [*some, Case(1, cp=4, length=16), Case(1, cp=1, length=7)]
 
@@ -33,6 +34,7 @@ def on_rank(rank, case: Case) -> dict:
     parts = [zigzag(r, case.cp, case.length) for r in range(case.cp)]
     whole = sorted(position for part in parts for position in part.tolist())
     results = {"all ranks' positions, sorted": whole, "positions, by rank": parts}
+    # What zigzag is for: equal work for all.
     results["pairs of query and key, by rank"] = [int(x.sum()) + len(x) for x in parts]
     return results | {"dtype": str(parts[0].dtype)}
 

@@ -29,6 +29,7 @@ D, EXTRA = 2, ["documents"]
 
 
 def cases(dice: Dice) -> list[Case]:
+    # Ranks divide the key heads, or do not; of one rank, and of one key head.
     sizes = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (2, 6, 3), (1, 2, 1), (2, 6, 1)]
     cases = [Case(n, query_heads=q, key_heads=k, batch=1 + (n > 2)) for n, q, k in sizes]
     for case in cases:
@@ -64,6 +65,7 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     *qkv, d_out = whole_tensors(case)
     qkv = [tensor.requires_grad_() for tensor in qkv]
+    # All heads and positions at once.
     out = full_attention(*qkv)  # on one rank
     gradients = torch.autograd.grad(out, qkv, d_out)
     results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))

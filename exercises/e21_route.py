@@ -32,6 +32,7 @@ from exercises.exercise import Case, Dice, draw
 
 
 def cases(dice: Dice) -> list[Case]:
+    # Each line changes what the lines before have as it is.
     plain = {"experts": 8, "k": 3, "groups": 1, "bias": False, "scaling": 1.0}
     variants = [
         {"scoring": "softmax", "norm": False},

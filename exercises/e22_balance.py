@@ -43,6 +43,7 @@ MICRO_BATCHES = 2
 
 
 def cases(dice: Dice) -> list[Case]:
+    # Each loss alone, and several; ranks that cut sequences, that have others, and both.
     some = [(1, 1, "seq"), (1, 1, "batch"), (1, 1, "global"), (1, 2, "seq batch")]
     some += [(2, 1, "batch"), (2, 1, "batch global"), (2, 2, "seq batch global")]
     sizes = {"experts": dice.randint(4, 6), "sequences": 2}

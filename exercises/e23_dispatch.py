@@ -115,6 +115,7 @@ def expected(case: Case) -> list[dict]:
     for rank in range(case.ranks):
         x, weights, experts, d_out = inputs(case, rank)
         out, first = torch.zeros_like(x), rank // case.etp * each
+        # Pair by pair, without sorting or sending anything.
         for t, j in (experts < case.experts).nonzero().tolist():  # but for dropped ones
             out[t] += weights[t, j] * expert(case, int(experts[t, j]), x[t])
         dx, dw = torch.autograd.grad(out, (x, weights), d_out)

@@ -35,6 +35,7 @@ LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}  # of each format
 
 def cases(dice: Dice) -> list[Case]:
     e4, e5 = LARGEST
+    # Both formats, and numbers at the edge of what they hold.
     kinds = [(1, e4, "small"), (1, e5, "large"), (1, e4, "zeros"), (2, e4, "small")]
     kinds += [(2, e5, "infinite"), (1, e4, "edge"), (2, e4, "empty")]
     rows, columns = dice.randint(3, 5), dice.randint(6, 9)
