@@ -10,6 +10,7 @@ import ctypes
 import io
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -19,13 +20,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-try:
-    import resource
-except ImportError:  # Windows: a check has no limit there but its time
-    resource = None
-
 from exercises.exercise import Verdict, course_problem, load
-from exercises.sandbox import HAS_FORK, LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
+from exercises.sandbox import LIMITS, MORE_PROCESSES, STUCK_CPU_SECONDS, STUCK_SECONDS
 from exercises.source import BadFile, parse_checked, solution
 from exercises.world import line_in
 
@@ -44,7 +40,7 @@ def serve() -> None:
             write(Verdict(False, {}, "course_at_fault", problem), arguments[-1])
             print(0, flush=True)
             continue
-        if HAS_FORK and (pid := os.fork()):
+        if pid := os.fork():
             _, status = os.waitpid(pid, 0)
             with contextlib.suppress(OSError):  # all of its group have ended
                 os.killpg(pid, signal.SIGKILL)
@@ -53,10 +49,9 @@ def serve() -> None:
             continue
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(work)
-        if HAS_FORK:  # else this very process is the check, and its output tells when it ends
-            os.setsid()  # a group of processes, which is killed as a whole
-            for stream, file in enumerate((os.devnull, os.devnull, errors)):
-                os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), stream)
+        os.setsid()  # a group of processes, which is killed as a whole
+        for stream, file in enumerate((os.devnull, os.devnull, errors)):
+            os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), stream)
         try:
             main(*arguments)
         finally:  # an error of this checker
@@ -98,10 +93,10 @@ def end_children() -> None:
 
 
 def main(number: str, file: str, seed: str, verdict_path: str) -> None:
-    limits = dict(LIMITS) if resource else {}
+    limits = dict(LIMITS)
     with contextlib.suppress(OSError):  # not Linux. Root has no such limit
         tasks = Path("/proc/loadavg").read_text().split()[3].partition("/")[2]
-        limits |= {"RLIMIT_NPROC": int(tasks) + MORE_PROCESSES} if limits else {}
+        limits["RLIMIT_NPROC"] = int(tasks) + MORE_PROCESSES
     for limit, value in limits.items():
         hard = resource.getrlimit(getattr(resource, limit))[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -850,34 +850,6 @@ def test_the_first_difference_is_shown_with_its_place(got, right, text):
     assert str(first_difference([{"x": got}], [{"x": right}])) == text
 
 
-# What Windows lacks, for a process that runs the module that its command names.
-HIDE = """
-import os, runpy, signal, sys
-sys.modules["resource"] = None
-for name in ("fork", "killpg", "setsid"):
-    delattr(os, name)
-del signal.SIGKILL
-module = sys.argv[sys.argv.index("-m") + 1]
-sys.argv = sys.argv[sys.argv.index("-m") + 1 :]
-runpy.run_module(module, run_name="__main__")
-"""
-
-
-def test_without_fork_and_resource_checks_work_and_train_refuses(tmp_path):
-    hide = tmp_path / "hide.py"
-    hide.write_text(f"import sys\nsys.path[0] = {str(ROOT)!r}\n{HIDE}")  # as python -m does
-    for words, code, text in (
-        (["read", "4"], 0, "class Shift"),
-        (["train", "4"], 2, "use Linux, macOS or WSL"),
-    ):
-        command = [sys.executable, str(hide), "-m", "exercises", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == code and text in done.stdout + done.stderr, done
-        assert "Traceback" not in done.stderr
-    verdict = Sandbox(wrap=f"{sys.executable} {hide}").check(4, "solution")
-    assert verdict.passed, verdict
-
-
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
