@@ -39,11 +39,12 @@ def cases(dice: Dice) -> list[Case]:
     cases = [Case(tp * pp * dp, tp=tp, pp=pp, dp=dp, vocab=vocab) for tp, pp, dp in sizes]
     for i, case in enumerate(cases):
         case.weights_seed = seed + (i >= 4)
+        case.ahead = int(i % 4 == 2)  # a layer that predicts a further token is no layer of the two
     return cases
 
 
 def shape_of(case: Case):
-    return ModelConfig(case.vocab, 16, 24, 2, 4, 4)
+    return ModelConfig(case.vocab, 16, 24, 2, 4, 4, num_nextn_predict_layers=case.ahead)
 
 
 def names_of_stage(names: list[str], stage: int, stages: int) -> list[str]:

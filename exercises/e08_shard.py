@@ -46,12 +46,15 @@ def cases(dice: Dice) -> list[Case]:
     sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
     sizes += [("gradients", 2, 2, 1, "bfloat16"), ("optimizer", 2, 3, 2, "bfloat16")]
     keys = "sharding", "ranks", "micro_batches", "units", "dtype"
-    return [Case(rows=rows, **dict(zip(keys, values, strict=False))) for values in sizes]
+    some = [Case(rows=rows, **dict(zip(keys, values, strict=False))) for values in sizes]
+    queue = {"dtype": "bfloat16", "queue": True}  # whose gradients are wider than the weights
+    return [*some, Case(2, rows=rows, sharding="gradients", micro_batches=2, units=1, **queue)]
 
 
 def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
     shape = case.rows[NAMES.index(name)], COLUMNS
-    return draw(case, "gradient", rank, step, micro_batch, name, shape=shape).to(dtype_of(case))
+    gradient = draw(case, "gradient", rank, step, micro_batch, name, shape=shape)
+    return gradient if hasattr(case, "queue") else gradient.to(dtype_of(case))
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -75,13 +78,16 @@ def build(rank, case: Case) -> list:
 def on_rank(rank, case: Case) -> dict:
     units, results, peak = build(rank, case), {}, 0
     weights = [(unit, name) for unit in reversed(units) for name in reversed(list(unit.weights))]
+    if hasattr(case, "queue"):  # which calls without autograd, and in its own order
+        weights = weights[2:] + weights[:2]
     for step in range(STEPS):
         for unit in units:
             unit.begin(case.micro_batches)
         for micro_batch, (unit, name) in product(range(case.micro_batches), weights):
             weight = unit.weights[name]
             new = gradient_of(case, rank.number, step, micro_batch, name)
-            new = weight.grad = new if weight.grad is None else weight.grad + new
+            if not hasattr(case, "queue"):
+                new = weight.grad = new if weight.grad is None else weight.grad + new
             rank.mark(name)
             unit.arrived(name, new)
             buffers = [one.buffer for one in units if one.buffer is not None]

@@ -76,7 +76,7 @@ class Outputs:
     """How many outputs are alive, now and when each forward began."""
 
     def __init__(self) -> None:
-        self.alive, self.counts = 0, []
+        self.alive, self.counts, self.is_forward = 0, [], False
 
     def copy(self, values: Tensor) -> Tensor:
         """The same values, in memory that counts as long as any tensor or view lies in it."""
@@ -90,8 +90,10 @@ class Outputs:
 
     @contextlib.contextmanager
     def watch(self, action):
-        self.counts += [self.alive] * (action.kind.value == "F")
+        self.is_forward = action.kind.value == "F"
+        self.counts += [self.alive] * self.is_forward
         yield
+        self.is_forward = False
 
 
 class _Copy(torch.autograd.Function):
@@ -121,7 +123,7 @@ class PartOfModel(nn.Module):
 def on_rank(rank, case: Case) -> dict:
     course, p, v = rank.course, case.ranks, case.chunks
     axis, parallel, outputs = rank.axis("pp"), course.pipeline_parallel, Outputs()
-    chunks, read, graphs = [], [], []
+    chunks, read, graphs, waits = [], [], [], []
     schedule = course.registry.SCHEDULES[case.engine]
     # Parts of a tiny model, whose outputs are counted.
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
@@ -136,9 +138,14 @@ def on_rank(rank, case: Case) -> dict:
         graphs.append(tensor.requires_grad)
         in_ledger(collective, tensor, *share)
 
+    def arrived(*key) -> Tensor:
+        waits.append(outputs.is_forward)
+        return awaited(*key)
+
     in_ledger, axis.ledger.record = axis.ledger.record, record
     empty = partial(torch.empty, B, S, E, dtype=torch.float64)
     pipeline = parallel.Pipeline(chunks, axis, torch.device("cpu"), empty)
+    awaited, pipeline._arrived = pipeline._arrived, arrived
     build = course.pipeline_messages.build_plans
     plan = build(schedule, p, case.micro_batches, v, training=case.training)[rank.number]
     with torch.set_grad_enabled(case.training):
@@ -147,6 +154,7 @@ def on_rank(rank, case: Case) -> dict:
     weights = [w for chunk in chunks for w in chunk.model.weights]
     results["gradients"] = [w.grad for w in weights if w.grad is not None]
     results |= {GRAPH: (totals.requires_grad, any(graphs)), "outputs alive": outputs.counts}
+    results["waits within self.watch"] = any(waits)
     return results | {"left in self.live": len(pipeline.live)}
 
 
@@ -169,6 +177,7 @@ def expected(case: Case) -> list[dict]:
         read = [i for i in range(case.micro_batches) for _ in stages]  # once in each forward
         mine = {"micro-batches read": read, "[loss, number of targets]": totals * (last in stages)}
         mine |= {"gradients": gradients, GRAPH: (False, False), "left in self.live": 0}
+        mine["waits within self.watch"] = False
         results.append(mine)
     return results
 

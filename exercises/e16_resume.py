@@ -90,14 +90,20 @@ def on_rank(rank, case: Case) -> dict:
 
 
 def devices(checkpoint) -> dict[str, dict]:
-    """Where AdamW's new state is, of parameters on no device, and which of them are saved."""
-    names = "fused", "plain", "frozen"
+    """Where AdamW's state is, of parameters on no device, and which of them are saved."""
+    names = "fused", "plain", "frozen", "stepped"
     parameters = {name: torch.nn.Parameter(torch.empty(2, device="meta")) for name in names}
     parameters["frozen"].requires_grad_(False)
     optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters.values()])
     optimizer.param_groups[0]["fused"] = True
+    moments = {name: torch.empty(2, device="meta") for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[parameters["stepped"]] = {"step": torch.ones(())} | moments  # others have none
     tensors = checkpoint.training_tensors(parameters, {}, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    # Muon is no AdamW, and has such groups, too.
+    group = {"params": [parameters["plain"]], "betas": (0.9, 0.95), "fused": False}
+    checkpoint.training_tensors({}, {}, muon := torch.optim.SGD([group]))
+    states["of Muon"] = muon.state[parameters["plain"]]
     found = {name: {key: str(t.device) for key, t in s.items()} for name, s in states.items()}
     return found | {"saved": sorted(parameters.keys() & tensors.keys())}
 
@@ -110,8 +116,10 @@ def expected(case: Case) -> list[dict]:
     keys = kept[case.optimizer]
     states = {f"optimizer.{key}.{name}": shapes[name] for key in keys for name in shapes}
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "meta")
-    devices = {name: {"step": "cpu"} | moments for name in ("plain", "frozen")}
-    devices |= {"fused": {"step": "meta"} | moments, "saved": ["frozen", "fused", "plain"]}
+    plain = "plain", "frozen", "stepped", "of Muon"
+    devices = {name: {"step": "cpu"} | moments for name in plain}
+    devices |= {"fused": {"step": "meta"} | moments}
+    devices["saved"] = ["frozen", "fused", "plain", "stepped"]
     right = {"shapes": shapes | {BUFFER: [5]} | states, "copies among them": []}
     right |= {"the caller's buffers": [BUFFER], "devices of AdamW's state": devices}
     return [right | run.values("resuming") | run.values("saving")]

@@ -21,9 +21,9 @@ BUDGETS = {
     "picotron_min/planner/*.py": 25_600,
     "picotron_min/report/*.py": 9_300,
     "difference/*.py picotron_min/difference/*.py": 35_400,
-    "exercises/[_a-z]*[_a-z].py": 52_700,
+    "exercises/[_a-z]*[_a-z].py": 52_900,
     "create_config.py benchmarks/*.py": 11_200,
-    "tests/**/*.py": 195_000,
+    "tests/**/*.py": 194_800,
 }
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 FREE |= {tokenize.ENCODING, tokenize.ENDMARKER}
