@@ -126,7 +126,7 @@ def wrong_call(found: CallsOfRanks, right: CallsOfRanks) -> tuple[str, bool]:
     """The first call with another result, and whether that has another form, as a type or shape."""
     for rank in found.keys() & right.keys():
         for call, other in zip(found[rank], right[rank], strict=False):
-            if call[:2] != other[:2] or not equal(call.given, other.given):
+            if call.name != other.name or not equal(call.given, other.given):
                 break  # from here on they do different things
             if form(call.got) != form(other.got):
                 wanted = f"{other.verb.removesuffix('ed')} {described(other.got)}"
@@ -142,9 +142,9 @@ def wrong_call(found: CallsOfRanks, right: CallsOfRanks) -> tuple[str, bool]:
 
 
 def form(content: Any) -> Any:
-    """What a value must be to be used in place of another one; a list may have any length."""
-    if isinstance(content, tuple):
-        return tuple(map(form, content))
-    if isinstance(content, int | float | np.generic):
-        return "a number"
-    return "a list" if isinstance(content, list) else described(content)
+    """What a value must be to stand for another one; a list may have any length."""
+    if isinstance(content, list | tuple):
+        parts = content if isinstance(content, tuple) else content[:1]
+        return type(content).__name__, *map(form, parts)
+    is_number = isinstance(content, int | float | np.generic)
+    return "a number" if is_number else described(content)

@@ -73,7 +73,7 @@ def test_a_result_of_a_wrong_type_is_explained(number, result):
     if not returns_nothing and not (yields and result != "None"):
         sentence, form = verdict.message.splitlines()[0], "None" if result == "None" else "a list"
         assert verdict.mistake == "wrong_type", verdict
-        assert f" returned {form}" in sentence and "; it should return " in sentence
+        assert f" returned {form}" in sentence and "; it should " in sentence
         assert "\n" not in sentence.strip() and exercise.qualified_name.split(".")[-1] in sentence
 
 
