@@ -1,6 +1,7 @@
 """Packed documents: nothing crosses the border of one, in any layout."""
 
 import itertools
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -8,10 +9,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.nn.attention import varlen
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from picotron_min.context_parallel import POSITIONS, zigzag_positions
-from picotron_min.extensions.documents.attention import DocumentAttention
+from picotron_min.extensions.documents.attention import DocumentAttention, VarlenAttention
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.extensions.documents.extension import DocumentMask
 from picotron_min.extensions.documents.rectangles import (
@@ -222,6 +224,26 @@ def test_a_row_that_is_one_document_is_the_row_without_the_mask_to_the_last_bit(
     assert torch.equal(
         DocumentAttention(FlashAttention())(q, k, v, documents), FlashAttention()(q, k, v)
     )
+
+
+@pytest.mark.parametrize("accepts", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_the_kernel_for_gpus_is_called_by_its_signature(monkeypatch, accepts):
+    def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size):
+        assert window_size == (-1, 0)  # causal
+        return query
+
+    def of_2_13(*args, window_size, enable_gqa=False, **options):
+        assert enable_gqa, "refused: there are fewer key heads"
+        return of_2_11(*args, window_size=window_size, **options)
+
+    of_this_torch = create_autospec(varlen.varlen_attn, side_effect=lambda query, *_, **__: query)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    documents = Documents(((9, 7), (16,)))
+    q, kv = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
+    for kernel in (of_2_13 if accepts else of_2_11, of_this_torch):
+        monkeypatch.setattr(varlen, "varlen_attn", kernel)
+        assert torch.equal(VarlenAttention()(q, kv, kv, documents), q)
+    assert of_this_torch.called
 
 
 def test_a_batch_moves_its_tensors_alone(monkeypatch):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from inspect import signature
 from itertools import accumulate
 
 import torch
@@ -68,7 +69,10 @@ class VarlenAttention(nn.Module):
         borders, longest = _borders(documents, q.device)
         B, _, S, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B S, heads, D]
-        options = {"window_size": (-1, 0), "enable_gqa": True}  # causal
+        options = {"window_size": (-1, 0)}  # causal
+        # Fewer key heads must be allowed; torch 2.11 allows them always, and has no such argument.
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
         out = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
         return out.unflatten(0, (B, S)).transpose(1, 2)
 
