@@ -69,9 +69,11 @@ def measure_gradient(
         for name, parameter in parameters.items()
         if all(ranks[axis] == 0 for axis in placements[name].copies)
     ]
+    device = next(iter(parameters.values())).device
+    if not counted:  # torch has the norm of nothing on the CPU: to copy it would make the host wait
+        return torch.zeros(2, dtype=torch.float64, device=device)
     # One norm a parameter, then theirs: over the flat buckets, a float32 sum of millions of squares
     # loses three of its seven digits on a CPU.
-    device = next(iter(parameters.values())).device
     squares = torch.nn.utils.get_total_norm(counted).to(device, torch.float64).square()
     zeros = torch.zeros_like(squares)
     if count_zeros:

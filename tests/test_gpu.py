@@ -42,6 +42,7 @@ from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, compute_deterministically, set_environment
 from tests.assembled import MODEL, make_config, make_training
+from tests.fake_cuda import waits_of_a_step
 from tests.training import with_autograd
 from train import Run, train_step
 
@@ -98,6 +99,35 @@ LAYOUTS = [
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_copies_of_the_weights_give_what_autocast_would_to_the_last_bit(pool, sizes):
     pool.run(make_config(**sizes).world_size, compare_copies_with_autocast, sizes)
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4, "vocab_size": 512}
+SIZES |= {"use_cpu": False, "dtype": "bfloat16", "optimizer": "adamw"}
+EXPERTS = {"num_local_experts": 4, "moe_intermediate_size": 32}
+PADDED = EXPERTS | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
+LAST_RANK_WAITS_ONCE = [
+    {"optimizer": "sgd", "dtype": "float32"},
+    {"dp": 4, "optimizer": "muon", "tp": 2},
+    {"dp": 2, "sharding": "parameters", "fp8": True, "seq_length": 32},
+    {"tp": 2, "sequence_parallel": True, "tp_overlap": True},
+    {"cp": 4, "document_mask": True},
+    {"cp": 4, "cp_engine": "ulysses", "document_mask": True},
+    {"pp": 4, "micro_batches": 4, "recompute": "selective"},
+    {"pp": 2, "dp": 2, "engine": "zb_v", "chunks": 2, "micro_batches": 2},
+    {"pp": 2, "engine": "interleaved", "chunks": 2, "micro_batches": 2, "sharding": "optimizer"},
+    {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "micro_batches": 2, "count_zeros": True},
+    {"layers": 4, "offload": 3, "recompute": "full", "moments": "bfloat16"},
+    {"dp": 2, "ep": 2} | PADDED,
+]
+
+
+@pytest.mark.parametrize("sizes", LAST_RANK_WAITS_ONCE, ids=str)
+def test_a_step_has_one_wait_for_the_gpu(monkeypatch, sizes):
+    """On fake tensors of the last rank, which often counts no gradient; below on a GPU itself."""
+    monkeypatch.setattr(offload, "LEAST_OFFLOAD", 1)
+    config = make_config(**SIZES | sizes)
+    waits = waits_of_a_step(config, rank=config.world_size - 1)
+    assert [*waits.values()] == [1] and "train.py" in min(waits), waits
 
 
 def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):
