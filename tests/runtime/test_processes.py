@@ -446,6 +446,7 @@ def fails(store: str, rank: int, error: Exception, when=lambda ranks: True) -> N
 
 def trains_deterministically(path: Path) -> None:
     path.write_text(json.dumps({"training": {"deterministic": True}}))
+    del os.environ["CUBLAS_WORKSPACE_CONFIG"]  # of conftest.py; this is a forked process
 
     def check(config, monitor) -> None:
         monitor.connect("gloo")
