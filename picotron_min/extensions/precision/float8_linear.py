@@ -109,9 +109,10 @@ def apply_float8(model: Llama, workload: Workload, device_type: str) -> None:
     if workload.compile:
         # Five passes over a tensor become two: amax must be known before the rest. The compiler
         # cannot look into queues and messages, and compiles what lies between them: once for each
-        # shape and format, ten times or more, and by default at most 8.
-        torch._dynamo.config.recompile_limit = 64
-        round8 = torch.compile(quantise, dynamic=False)
+        # shape and format, ten times or more, and by default at most 8. The limit is set around
+        # each call: it is a thread's own, and a GPU's backward runs in another thread.
+        more_shapes = torch._dynamo.config.patch(recompile_limit=64)
+        round8 = more_shapes(torch.compile(quantise, dynamic=False))
     for name, layer in model.model.layers.items():  # by its number in the whole model
         if workload.in_fp8(int(name), model.config.num_hidden_layers):
             for sublayer, first, last in sublayers(layer):
