@@ -101,6 +101,8 @@ class Host(TorchDispatchMode):
             self.waits[our_line()] += any(getattr(x, "is_cuda", False) for x in tree_leaves(args))
         if kind is aten._local_scalar_dense:
             return 1.0
+        if kind is aten._grouped_mm and torch.cuda.get_device_capability()[0] < 9:
+            self.waits[our_line()] += 1  # the sizes are read
         if function is aten.addmm.dtype_out:  # torch 2.11 has mixed up its fake one's arguments
             return options["out"]
         out = function(*args, **options)
@@ -139,6 +141,12 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 
+def ones_as_list(tensor: Tensor) -> list:
+    tensor.flatten()[0].item()  # one wait, not one for each number
+    with unset_fake_temporarily():
+        return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
+
+
 def plain_subclass(kind, *args, dispatch_device=False, make=Tensor._make_subclass, **options):
     return make(kind, *args, **options)
 
@@ -147,6 +155,7 @@ PATCHES = [
     (Tensor, "_make_subclass", staticmethod(plain_subclass)),  # autograd would look for CUDA
     (Tensor, "pin_memory", lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor)),
     (nn.Module, "_apply", apply_by_replacing),
+    (FakeTensor, "tolist", ones_as_list),
     (F, "scaled_dot_product_attention", fused_attention),
     (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
     (torch.cuda, "get_device_capability", lambda *_: (9, 0)),

@@ -41,6 +41,7 @@ from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, compute_deterministically, set_environment
+from tests import fake_cuda
 from tests.assembled import MODEL, make_config, make_training
 from tests.fake_cuda import waits_of_a_step
 from tests.training import with_autograd
@@ -128,6 +129,16 @@ def test_a_step_has_one_wait_for_the_gpu(monkeypatch, sizes):
     config = make_config(**SIZES | sizes)
     waits = waits_of_a_step(config, rank=config.world_size - 1)
     assert [*waits.values()] == [1] and "train.py" in min(waits), waits
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_experts_that_are_not_padded_add_a_wait_a_layer(monkeypatch, capability):
+    """For the numbers of rows. torch would read them again for every product on an A100."""
+    patch = (torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(fake_cuda, "PATCHES", [*fake_cuda.PATCHES, patch])
+    config = make_config(dp=2, ep=2, layers=3, **SIZES | EXPERTS)
+    waits = waits_of_a_step(config, rank=1)
+    assert sorted(waits.values()) == [1, 3], waits
 
 
 def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):

@@ -9,6 +9,7 @@ from picotron_min.extensions.experts import grouped as grouped_experts
 from picotron_min.extensions.experts.grouped import (
     LEAST_IN_PLACE,
     apply_grouped_experts,
+    has_kernel,
     joined_view,
     run_together,
 )
@@ -82,6 +83,15 @@ def test_grouped_experts_equal_the_loop(monkeypatch, dtype, sizes, least):
     # For dx, and for weights where torch cannot add a product in place, or matrices are small.
     assert products.count == (3 if dtype == torch.float32 and least == 1 else 6)
     assert any(gradient.any() for gradient in gradients) == any(sizes)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_only_hopper_multiplies_groups_and_only_in_bfloat16(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dtypes = torch.bfloat16, torch.float32, torch.float64
+    on_gpu = [has_kernel(torch.device("cuda", 0), dtype) for dtype in dtypes]
+    assert on_gpu == [capability == (9, 0), False, False]
+    assert [has_kernel(CPU, dtype) for dtype in dtypes] == [True, True, False]
 
 
 def losses_and_weights(config, with_groups: bool) -> tuple[list[float], dict]:

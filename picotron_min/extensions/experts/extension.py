@@ -7,7 +7,7 @@ from picotron_min.context_parallel import POSITIONS
 from picotron_min.extension import Extension
 from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
-from picotron_min.extensions.experts.grouped import apply_grouped_experts
+from picotron_min.extensions.experts.grouped import apply_grouped_experts, has_kernel
 from picotron_min.extensions.experts.moe import apply_moe, mixtures
 from picotron_min.extensions.experts.router import Router, RoutingCounts, force_routing
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
@@ -42,7 +42,8 @@ class Experts(Extension):
 
     def wrap(self, model: Llama) -> None:
         dtype = getattr(torch, self.workload.dtype)
-        apply_grouped_experts(model, dtype, self.layout.etp, model.boundary.queue)
+        if has_kernel(self.device, dtype):  # else the loop of MoE.run remains
+            apply_grouped_experts(model, dtype, self.layout.etp, model.boundary.queue)
         routers = [moe.gate for moe in mixtures(model)]
         self.routers += routers
         for bias in model.buffers():  # of routers

@@ -28,16 +28,28 @@ LEAST_IN_PLACE = 2**14
 LEAST_ALONE = 2**16  # likewise, from which products of a faster kind are worth a loop
 
 
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel for groups that is right, and needs no numbers of the host.
+
+    Of GPUs only Hopper has one, in bfloat16. For others torch reads the sizes at every product; on
+    Blackwell, the gradient of an expert without rows is not zero (pytorch issue 172439).
+    """
+    if device.type == "cuda":
+        is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+        return is_hopper and dtype == torch.bfloat16
+    return dtype != torch.float64
+
+
 def apply_grouped_experts(
     model: Llama, dtype: torch.dtype, etp: int, queue: WeightGradients
 ) -> None:
-    """Let the experts of a model compute together, in place, where torch can do that.
+    """Let the experts of a model compute together, in place, unless their sizes do not allow it.
 
     To be called when weights, and copies of them to compute with, are allocated but not filled in.
     """
     sizes = model.config.hidden_size, model.config.moe_intermediate_size // etp
-    if dtype == torch.float64 or any(size * dtype.itemsize % 16 for size in sizes):
-        return  # torch has no kernel for these: the loop remains
+    if any(size * dtype.itemsize % 16 for size in sizes):
+        return  # no kernel takes these: the loop remains
     take_apart(model)
     for moe in mixtures(model):
         projections = [*zip(*(expert.children() for expert in moe.experts.values()), strict=True)]
@@ -82,8 +94,8 @@ class Stack:
         On GPUs, where Linear adds products of bfloat16 in place, it has not been measured.
         """
         gradient = self.linears[0].gradient
-        has_kernel = gradient is not None and gradient.dtype == x.dtype and not x.is_cuda
-        return has_kernel and gradient.numel() >= LEAST_IN_PLACE
+        can_add = gradient is not None and gradient.dtype == x.dtype  # never on a GPU
+        return can_add and gradient.numel() >= LEAST_IN_PLACE
 
     def add_weight_gradient(self, x_groups: tuple[Tensor, list[int], Tensor], dy: Tensor) -> None:
         """Add dy^T x of its rows to every expert's gradient: x [r, in], dy [r, out]."""
