@@ -205,7 +205,20 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
         raise ValueError(f"{problem}; start fewer processes or set distributed.use_cpu")
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
+    _check_segments(device, launch)
     return device
+
+
+def _check_segments(device: torch.device, launch: Launch) -> None:
+    """Use fixed segments of memory where a virtual machine's driver has none that can grow."""
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch.empty(1, device=device)  # raises if the cause is another one
+        if launch.local_rank == 0:
+            cause = str(error).partition("\n")[0]
+            print(f"GPU memory is in fixed segments: the driver has no other ({cause})", flush=True)
 
 
 def choose_backend(device: torch.device, backend: str) -> str:

@@ -29,6 +29,7 @@ from picotron_min.runtime.launch import (
     OTHER_LAUNCHERS,
     Launch,
     choose_backend,
+    choose_device,
     exit_on_usage_error,
     in_words,
     open_communicators,
@@ -345,6 +346,26 @@ def test_a_backend_that_cannot_work_on_the_device_is_refused_with_the_remedy():
         message = f"backend={backend} does not work on the device in use, {device}: set it to auto"
         with pytest.raises(ValueError, match=message):
             choose_backend(device, backend)
+
+
+def test_memory_in_segments_that_grow_is_tried_once(monkeypatch, capsys):
+    settings, allowed = [], "expandable_segments:False"
+
+    def empty(size: int, device: torch.device) -> None:
+        if settings[-1:] != [allowed]:
+            raise RuntimeError("CUDA driver error: operation not supported\nand a stack")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert choose_device(Launch(0, 0, 2, None), use_cpu=False) == torch.device("cuda", 0)
+    assert settings == ["expandable_segments:False"]
+    assert "fixed segments: the driver has no other (CUDA driver error" in capsys.readouterr().out
+    allowed = "nothing"
+    with pytest.raises(RuntimeError):
+        choose_device(Launch(0, 0, 2, None), use_cpu=False)
+    assert not capsys.readouterr().out
 
 
 def test_nccl_is_not_connected_eagerly(monkeypatch):
