@@ -75,7 +75,11 @@ class _HeadLoss(torch.autograd.Function):
             total += losses.sum()
             if wants_gradients:
                 ctx.dx[rows] = gradient @ weight
-                ctx.dw += gradient.T @ x[rows]  # float32: many small terms
+                # In float32: many small terms. GPUs add a stripe's without rounding them before.
+                if x.is_cuda and x.dtype != total.dtype:
+                    torch.addmm(ctx.dw, gradient.T, x[rows], out_dtype=total.dtype, out=ctx.dw)
+                else:
+                    ctx.dw += gradient.T @ x[rows]
             del gradient  # it would take memory beside the next stripe's logits
         return total
 

@@ -49,10 +49,11 @@ def waits_of_a_step(config: Config, rank: int) -> Counter[str]:
         text = TokenFile(tokens.astype(np.uint16), len(tokens), 2, np.array([7, len(tokens)]))
         batches = open_data(config, text, here.dp, here.cp, model_config.num_nextn_predict_layers)
         with as_on_a_gpu() as host:
+            host.uses_meta = True
             model = build_model(model_config, layout, config.workload, axes, GPU)
             model.weights_changed()
             run = build_run(model, config.recipe, as_fake(batches))
-            host.is_built = True
+            host.uses_meta = False
             for step in range(2):
                 host.waits.clear()
                 train_step(run, step)
@@ -91,11 +92,11 @@ class Host(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits, self.is_built = Counter(), False
+        self.waits, self.uses_meta = Counter(), False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kind, options = function.overloadpacket, kwargs or {}
-        if self.is_built and getattr(options.get("device"), "type", "") == "meta":
+        if not self.uses_meta and getattr(options.get("device"), "type", "") == "meta":
             options |= {"device": GPU}  # of C++, which takes all fake tensors for meta ones
         if kind in READS:
             self.waits[our_line()] += any(getattr(x, "is_cuda", False) for x in tree_leaves(args))

@@ -41,6 +41,7 @@ from picotron_min.loss import IGNORE_INDEX, head_loss, stripe_loss
 from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, compute_deterministically, set_environment
+from picotron_min.runtime.saver import Saver
 from tests import fake_cuda
 from tests.assembled import MODEL, make_config, make_training
 from tests.fake_cuda import waits_of_a_step
@@ -62,9 +63,9 @@ def casts_of_a_step(recompute: str) -> Counter[str]:
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             is_cast = function.overloadpacket is torch.ops.aten._to_copy
-            is_copy = function.overloadpacket is torch.ops.aten.copy_
+            is_copy = function.overloadpacket is torch.ops.aten._foreach_copy_
             casts["head"] += is_cast and args[0] is head
-            casts["weights"] += is_copy and args[0].data_ptr() in copies
+            casts["weights"] += sum(x.data_ptr() in copies for x in args[0]) if is_copy else 0
             casts["weights or gradients"] += is_cast and args[0].shape in matrices
             return function(*args, **(kwargs or {}))
 
@@ -139,6 +140,26 @@ def test_experts_that_are_not_padded_add_a_wait_a_layer(monkeypatch, capability)
     config = make_config(dp=2, ep=2, layers=3, **SIZES | EXPERTS)
     waits = waits_of_a_step(config, rank=1)
     assert sorted(waits.values()) == [1, 3], waits
+
+
+def test_a_checkpoint_is_copied_from_the_gpu_with_one_wait():
+    saver = Saver.__new__(Saver)
+    saver.copies = {}
+    with fake_cuda.as_on_a_gpu() as host, mock.patch("torch.cuda.current_stream") as stream:
+        tensors = {name: torch.ones(3, device=fake_cuda.GPU) for name in "abc"}
+        for copy in saver._copy(tensors).values():
+            assert copy.is_cpu and copy.is_page_locked
+    assert not host.waits.total() and stream().synchronize.call_count == 1
+
+
+def test_no_sum_of_a_stripe_is_rounded_on_a_gpu():
+    with fake_cuda.as_on_a_gpu(), mock.patch.object(torch, "addmm", wraps=torch.addmm) as addmm:
+        x, weight = (torch.ones(n, 8, device=fake_cuda.GPU) for n in (5000, 16))
+        targets = torch.ones(5000, device=fake_cuda.GPU, dtype=torch.int64)
+        with torch.autocast("cuda", torch.bfloat16):
+            head_loss(x, weight.requires_grad_(), targets, stripe_loss)
+    outs = [(call.args[1].dtype, call.kwargs["out"].dtype) for call in addmm.call_args_list]
+    assert outs == [(torch.bfloat16, torch.float32)] * 2
 
 
 def test_the_kernel_of_a_gpu_gets_a_contiguous_lse(monkeypatch):

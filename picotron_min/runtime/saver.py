@@ -69,7 +69,9 @@ class Saver:
             if name not in self.copies:
                 cpu = {"device": "cpu", "pin_memory": tensor.is_cuda}
                 self.copies[name] = torch.empty_like(tensor, **cpu)
-            self.copies[name].copy_(tensor)
+            self.copies[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()  # once, not for each tensor
         return self.copies
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], metadata: dict) -> None:

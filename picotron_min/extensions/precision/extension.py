@@ -26,6 +26,11 @@ class Precision(Extension):
             apply_copies(model, self.dtype)  # to compute with; the optimizer updates float32
         self.linears += [m for m in linears(model).values() if m.weight is not None]
 
+    @torch.no_grad()
     def weights_changed(self) -> None:
+        copies = [(x.copy, x.weight) for x in self.linears if x.copy is not None]
+        if copies:  # a GPU gets many at a time
+            torch._foreach_copy_(*zip(*copies, strict=True))
         for linear in self.linears:
-            linear.refresh()  # copies, or bytes, of the weights
+            if linear.copy is None:
+                linear.refresh()  # bytes of the weight
