@@ -10,6 +10,11 @@ that all share:
 A rank with an error of its own reports it. If only waits failed, one of those ranks watches the
 others for two seconds and names those without a heartbeat, or, if all have one, all of them.
 
+Where a rank waits for one that is gone or hangs: with gloo in `wait`, which raises after the
+timeout. With NCCL in reading a result (train_step), which never raises. There the thread of the
+heartbeat ends the process as soon as another rank has reported; if none has, NCCL's watchdog ends
+it by SIGABRT after the timeout, or its monitor after twice that, if the watchdog hangs, too.
+
 Exit codes: 0 done or SIGTERM, 2 the user's mistake, 130 Ctrl-C, 1 everything else.
 """
 

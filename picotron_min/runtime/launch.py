@@ -232,6 +232,12 @@ def choose_backend(device: torch.device, backend: str) -> str:
 
 def open_process_group(launch: Launch, backend: str, store: dist.Store, timeout: timedelta) -> None:
     """Connect all ranks. Any communication that takes longer than the timeout then raises."""
+    # With NCCL the GPU waits, not the host, which would never return from reading a result. NCCL's
+    # watchdog ends the process after the timeout. If that thread hangs, too, another one does: here
+    # after the timeout once more, by default after 8 minutes.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # abort without cleaning up
+    limit = f"{timeout.total_seconds():.0f}"
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", limit)
     options = {"store": dist.PrefixStore("process group", store), "timeout": timeout}
     # Without a device_id: with one, torch gives all that a group does one stream, on which a
     # receive that waits for its sender holds up sends to other ranks.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -374,6 +375,21 @@ def test_nccl_is_not_connected_eagerly(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: seen.update(options))
     open_process_group(Launch(1, 1, 2, None), "nccl", dist.HashStore(), failures.LONG_WAIT)
     assert seen and "device_id" not in seen
+
+
+def test_nccl_ends_a_process_that_waits_longer_than_the_timeout(monkeypatch):
+    names = [f"TORCH_NCCL_{name}" for name in ("ASYNC_ERROR_HANDLING", "HEARTBEAT_TIMEOUT_SEC")]
+    for name in names:
+        monkeypatch.setenv(name, "")  # to be restored
+        monkeypatch.delenv(name)
+    when_opened, store = [], dist.HashStore()
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *_, timeout, **__: when_opened.append((timeout, *map(os.environ.get, names))),
+    )
+    open_process_group(Launch(1, 1, 2, None), "nccl", store, timedelta(seconds=7))
+    assert when_opened == [(timedelta(seconds=7), "3", "7")]
 
 
 @pytest.mark.parametrize("rank,missing", [("0", "KeyError('LOCAL_RANK')"), ("x", "ValueError")])
