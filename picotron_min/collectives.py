@@ -112,13 +112,20 @@ def start_send(tensor: Tensor, axis: Axis, to: int) -> dist.Work:
     """Begin to send a tensor to a rank of the axis. It may not be changed before `.wait()`."""
     tensor = tensor.contiguous()
     axis.ledger.record("send", tensor)  # messages between two ranks arrive in their order
-    return dist.isend(tensor, group=axis.group, group_dst=to)
+    return dist.isend(as_message(tensor, axis), group=axis.group, group_dst=to)
 
 
 def start_receive(buffer: Tensor, axis: Axis, source: int) -> dist.Work:
     """Begin to receive a tensor from a rank of the axis; it is there after `.wait()`."""
     assert buffer.is_contiguous(), f"receive into a non-contiguous tensor {tuple(buffer.shape)}"
-    return dist.irecv(buffer, group=axis.group, group_src=source)  # the sender counts it
+    message = as_message(buffer, axis)
+    work = dist.irecv(message, group=axis.group, group_src=source)  # the sender counts it
+    return SimpleNamespace(wait=lambda: (work.wait(), buffer.copy_(message)))
+
+
+def as_message(tensor: Tensor, axis: Axis) -> Tensor:
+    """The tensor, or its copy on the host for gloo, which cannot send from a GPU's memory."""
+    return tensor.cpu() if tensor.is_cuda and dist.get_backend(axis.group) == "gloo" else tensor
 
 
 class Conjugate(torch.autograd.Function):
@@ -148,6 +155,7 @@ class Shift:
         axis.ledger.record("shift", tensor)
         to, source = ((axis.rank + d) % axis.size for d in (distance, -distance))
         self.sent = tensor  # may not be changed before `wait`
+        tensor = as_message(tensor, axis)
         self.arriving = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
         receive = dist.P2POp(dist.irecv, self.arriving, group=axis.group, group_peer=source)
@@ -158,7 +166,7 @@ class Shift:
         """The tensor of the rank `distance` before this one."""
         for work in self.works:
             work.wait()
-        return self.arriving
+        return self.arriving.to(self.sent.device)
 
 
 def ring(tensor: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:

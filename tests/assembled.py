@@ -50,12 +50,14 @@ def make_config(
     return config_of(**sizes | keys | dict(model) | more)
 
 
-def make_training(config: Config, model: str | ModelConfig, meters=()) -> Training:
+def make_training(
+    config: Config, model: str | ModelConfig, meters=(), device: str = "cpu"
+) -> Training:
     """Of a model, or the name of one above, with as many layers as the config has."""
     model_config = model if isinstance(model, ModelConfig) else MODELS[model]
     if layers := config.model.num_hidden_layers:
         model_config = model_config.override(num_hidden_layers=layers)
-    t, device = config.training, torch.device("cpu")
+    t, device = config.training, torch.device(device)
     axes = build_axes(device, config.layout)
     tokens = np.arange(100 * t.seq_length + 1) ** 2 % model_config.vocab_size
     # Documents of 1 to 41 tokens, so of many lengths in rows of 16 and 24.

@@ -72,8 +72,8 @@ def section(keys: dict[str, tuple]) -> type[Section]:
 
 
 class Distributed(section(keys_of(Layout))):  # the layout: tp x cp x pp x dp processes
-    backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl on GPUs, gloo on CPUs
-    use_cpu: bool = False  # also where there are GPUs; gloo works only on CPUs
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: nccl on GPUs; gloo can share one
+    use_cpu: bool = False  # also where there are GPUs
     timeout_seconds: int = Field(60, ge=1, le=10**6)  # communication that takes longer ends the run
 
 

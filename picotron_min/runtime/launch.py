@@ -27,6 +27,7 @@ class Launch(NamedTuple):
     local_rank: int  # on this node
     world_size: int
     open_store: Callable[[float], dist.Store]  # the ranks' key-value store, given a timeout in s
+    shares_gpus: bool = False  # with other processes, which NCCL refuses and gloo does not
 
 
 def torchrun_launch() -> Launch | None:
@@ -200,10 +201,11 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
     """One GPU a process where there are GPUs, else the CPU; ValueError if they are too few."""
     if use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
-    if launch.local_rank >= (gpus := torch.cuda.device_count()):
+    if launch.local_rank >= (gpus := torch.cuda.device_count()) and not launch.shares_gpus:
         problem = f"process {launch.local_rank} on this node has no GPU: there are {gpus}"
-        raise ValueError(f"{problem}; start fewer processes or set distributed.use_cpu")
-    device = torch.device("cuda", launch.local_rank)
+        remedy = "start fewer processes, let them share GPUs by distributed.backend gloo"
+        raise ValueError(f"{problem}; {remedy}, or set distributed.use_cpu")
+    device = torch.device("cuda", launch.local_rank % gpus)
     torch.cuda.set_device(device)
     _check_segments(device, launch)
     return device
@@ -223,11 +225,12 @@ def _check_segments(device: torch.device, launch: Launch) -> None:
 
 def choose_backend(device: torch.device, backend: str) -> str:
     """ "auto" is NCCL between GPUs and gloo between CPUs. ValueError for one that cannot work."""
-    needed = "nccl" if device.type == "cuda" else "gloo"
-    if backend not in ("auto", needed):
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and device.type == "cpu":
         problem = f"distributed.backend={backend} does not work on the device in use, {device}"
-        raise ValueError(f"{problem}: set it to auto or {needed}, or change distributed.use_cpu")
-    return needed
+        raise ValueError(f"{problem}: set it to auto or gloo, or change distributed.use_cpu")
+    return backend
 
 
 def open_process_group(launch: Launch, backend: str, store: dist.Store, timeout: timedelta) -> None:
@@ -250,7 +253,8 @@ def open_communicators(axes: Axes) -> None:
     NCCL makes a communicator when its group is first used, and blocks the host until all members
     come. Two ranks that first come to different groups would wait for each other forever.
     """
-    tensor, axis = torch.zeros(1, device=axes.pp.device), axes.pp
+    axis, is_gloo = axes.pp, dist.get_backend() == "gloo"
+    tensor = torch.zeros(1, device="cpu" if is_gloo else axis.device)
     for group in (axis.group for axis in axes if axis.size > 1):
         dist.all_reduce(tensor, group=group)  # not collectives.all_reduce, which counts bytes
     # Sends have a communicator of their own for each pair of ranks: (0 1), (1 2), ..., (n-1 0).

@@ -342,11 +342,28 @@ def test_a_mistake_that_one_rank_finds_before_the_store_is_open_is_reported_soon
 def test_a_backend_that_cannot_work_on_the_device_is_refused_with_the_remedy():
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert [choose_backend(d, "auto") for d in (cpu, gpu)] == ["gloo", "nccl"]
-    assert choose_backend(cpu, "gloo") == "gloo" and choose_backend(gpu, "nccl") == "nccl"
-    for device, backend in ((gpu, "gloo"), (cpu, "nccl")):
-        message = f"backend={backend} does not work on the device in use, {device}: set it to auto"
-        with pytest.raises(ValueError, match=message):
-            choose_backend(device, backend)
+    assert [choose_backend(d, "gloo") for d in (cpu, gpu)] == ["gloo", "gloo"]
+    assert choose_backend(gpu, "nccl") == "nccl"
+    message = "backend=nccl does not work on the device in use, cpu: set it to auto or gloo"
+    with pytest.raises(ValueError, match=message):
+        choose_backend(cpu, "nccl")
+
+
+def test_processes_share_gpus_with_gloo_alone(monkeypatch, tmp_path):
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch, "empty", mock.Mock())
+    monitored, path = mock.MagicMock(), tmp_path / "config.json"
+    monkeypatch.setattr(processes, "monitored", monitored)
+    launches = {}
+    for backend in ("auto", "gloo"):
+        path.write_text(json.dumps({"distributed": {"backend": backend}}))
+        launch = Launch(5, 3, 8, open_store=lambda timeout: dist.HashStore())
+        processes._run_rank(lambda *_: None, load_config(str(path)), launch)
+        launches[backend] = monitored.call_args.args[0]
+    assert choose_device(launches["gloo"], use_cpu=False) == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=r"process 3 .* there are 2; .*backend gloo, or"):
+        choose_device(launches["auto"], use_cpu=False)
 
 
 def test_memory_in_segments_that_grow_is_tried_once(monkeypatch, capsys):
