@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                   all presets
     python benchmarks/gpu.py --presets SmolLM-1.7B --profile traces    and where the time goes
+    python benchmarks/gpu.py --only "picotron-min compiled" --sizes 4  some contenders, and sizes
     python benchmarks/gpu.py --presets tiny --device cpu --steps 2     only to see that it runs
 
 A step is as in train.py, on random tokens: bfloat16 with float32 weights, fused AdamW, clipping,
@@ -12,19 +13,23 @@ Each contender is alone in the GPU's memory, or large micro-batches would not fi
 micro-batch that is fastest for it: powers of two are tried until one does not fit or is not faster.
 It is measured as it is, and with its layers and its loss compiled: then also with twice that, which
 needs less memory. The median counts. Beside ours is what its products take alone.
+
+A row is printed, and written to the file of `--json`, as soon as it is measured. It is marked where
+it is more than 5% slower than in benchmarks/gpu.json, the rows to hold it against, if it is there.
 """
 
 import contextlib
 import gc
+import json
 import math
 import statistics
 import sys
 import time
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +61,11 @@ RECIPE = Recipe(learning_rate=1e-4)
 STEPS_OF_DATA = 8  # then the tokens come again
 WARMUP = 3  # steps
 ALONE = "its products alone"
+PEER = "transformers"
+CONTENDERS = ("picotron-min", ALONE, "picotron-min compiled", PEER, f"{PEER} compiled")
+RECORDS = Path(__file__).with_suffix(".json")
+HEAD = f"{'':28}{'mbs':>4}{'ms a step':>11}{'tokens/s':>11}{'MFU':>8}{'HFU':>8}{'GB':>7}"
+HEAD += f"{'ours / it':>11}"
 
 
 class Preset(NamedTuple):
@@ -73,6 +83,7 @@ class Preset(NamedTuple):
 PRESETS = {
     "SmolLM-1.7B": Preset("SmolLM-1.7B", 2048),
     "Llama-3.2-1B-8k": Preset("Llama-3.2-1B", 8192),
+    "Qwen3-0.6B-8k": Preset("Qwen3-0.6B", 8192, "full"),
     "SmolLM-360M": Preset("SmolLM-360M", 2048),
     "SmolLM-135M": Preset("SmolLM-135M", 2048),
     "Llama-3.2-1B-4k": Preset("Llama-3.2-1B", 4096),
@@ -124,17 +135,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=on_gpu, metavar="NAME")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=20, help="that are timed; default: 20")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, metavar="WHO")
+    parser.add_argument("--sizes", nargs="+", type=int, help="micro-batches; default: the fastest")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows, beside what is printed")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="traces, largest kernels")
     options = parser.parse_args(arguments)
     launch.set_environment()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU: --device cpu --presets tiny shows that the script runs")
+    recorded = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
     with one_process(options.device) as device:
-        for name, value in common.facts(device).items():
+        machine, rows = common.facts(device), []
+        for name, value in machine.items():
             print(f"{name:<13} {value}", flush=True)
         for name in options.presets:
-            results = measure(name, device, options.steps, options.profile)
-            print(f"\n{name}\n{table(results)}", flush=True)
+            print(f"\n{name}\n{HEAD}", flush=True)
+            work, results = Work(PRESETS[name], device), []
+            for result in measure(work, options.only, options.sizes, options.steps):
+                results.append(result)
+                rows.append(record(machine, name, result))
+                print(line(result, results) + slower(rows[-1], recorded), flush=True)
+                if options.json:  # each time: the next contender may be cut off
+                    options.json.write_text(json.dumps(rows, indent=1))
+            if options.profile and "picotron-min compiled" in options.only:
+                print(profile(work, results, options.profile / f"{name}.json"), flush=True)
             done = {r.contender: r.done for r in results if r.contender != ALONE}
             common.check_same_work(done, TOLERANCE)
 
@@ -151,44 +175,49 @@ def one_process(device: str) -> Iterator[torch.device]:
 
 
 def measure(
-    name: str, device: torch.device, steps: int, profile_to: Path | None = None
-) -> list[Result]:
+    work: Work, only: Sequence[str], sizes: list[int] | None, steps: int
+) -> Iterator[Result]:
     """Ours, with its products alone, and the peer; each as it is and compiled."""
-    work, results = Work(PRESETS[name], device), []
-    for who, build in (("picotron-min", picotron_min), ("transformers", transformers_llama)):
-        sizes = work.preset.micro_batches
-        for kind in ("", " compiled"):
+    best = {}  # the micro-batch of each contender, as it is
+    for who in filter(only.__contains__, CONTENDERS):
+        known = best.get("picotron-min" if who == ALONE else who.removesuffix(" compiled"))
+        larger = [] if who == ALONE else [2 * known] if known else []
+        tried = [n for n in work.preset.micro_batches if not known or n in (known, *larger)]
+        try:
+            result = fastest(who, work, partial(make_step, who, work), sizes or tried, steps)
+        except Exception as error:  # the others get their numbers, which cost minutes
+            traceback.print_exception(error)
+            continue
+        best[who] = result.micro_batch
+        yield result
 
-            def make(size: int, build: Callable = build, compile: bool = bool(kind)) -> Step:
-                return build(work, work.workload(size, compile))
 
-            try:
-                results.append(fastest(who + kind, work, make, sizes, steps))
-                size = results[-1].micro_batch
-                if who == "picotron-min" and not kind:
-                    alone = products_alone(make(size), device)
-                    results.append(time_steps(ALONE, work, size, alone, steps))
-                elif who == "picotron-min" and profile_to:
-                    profile_to.mkdir(parents=True, exist_ok=True)
-                    order = f"self_{device.type.replace('cuda', 'device')}_time_total"
-                    print(common.profile(make(size), order, str(profile_to / f"{name}.json")))
-            except Exception as error:  # the others get their numbers, which cost minutes
-                traceback.print_exception(error)
-                break
-            sizes = [n for n in work.preset.micro_batches if n in (size, 2 * size)]
-    return results
+def make_step(who: str, work: Work, size: int) -> Step:
+    if who == ALONE:
+        return products_alone(make_step("picotron-min", work, size), work.device)
+    build = transformers_model if who.startswith(PEER) else picotron_min
+    return build(work, work.workload(size, compile=who.endswith(" compiled")))
+
+
+def profile(work: Work, results: list[Result], trace: Path) -> str:
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    size = {r.contender: r.micro_batch for r in results}["picotron-min compiled"]
+    clean_up(work.device)
+    order = f"self_{work.device.type.replace('cuda', 'device')}_time_total"
+    return common.profile(make_step("picotron-min compiled", work, size), order, str(trace))
 
 
 def fastest(who: str, work: Work, make: Callable, sizes: list[int], steps: int) -> Result:
-    """Times with the micro-batch that is fastest; OutOfMemoryError if not even the first fits."""
+    """Times with the micro-batch that is fastest; an error only if not even the first one runs."""
     best = None
     for size in sizes:
         clean_up(work.device)
         try:
             result = time_steps(who, work, size, make(size), steps)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # memory, of torch or of a library
             if not best:
                 raise
+            print(f"{who} at {size}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
             break
         if best and result.speed["tokens_per_second"] < 1.01 * best.speed["tokens_per_second"]:
             break  # larger ones take memory for nothing
@@ -252,15 +281,16 @@ def picotron_min(work: Work, workload: Workload) -> Step:
     return TrainStep(our_run(work, workload))
 
 
-def transformers_llama(work: Work, workload: Workload) -> Step:
+def transformers_model(work: Work, workload: Workload) -> Step:
     """Hugging Face's model with SDPA, in the loop that its users write, and their loss."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from picotron_min.runtime.architectures import to_hf  # needs pydantic
 
     device, shape, data = work.device, to_hf(work.model_config), work.data(workload)
+    config = AutoConfig.for_model(**shape)
     with device:
-        model = LlamaForCausalLM(LlamaConfig(**shape, attn_implementation="sdpa"))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights_of(work.preset.model)[name])
     if work.preset.recompute == "full":
@@ -295,18 +325,25 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float().flatten(0, 1), targets.flatten())
 
 
-def table(results: list[Result]) -> str:
-    """The contenders of a preset; ratios are of our fastest's speed to theirs."""
+def line(r: Result, results: list[Result]) -> str:
+    """A row of a preset's table; the ratio is of our fastest's speed so far to this one's."""
     speeds = [r.speed["tokens_per_second"] for r in results if "picotron-min" in r.contender]
-    ours = max(speeds, default=0)
-    head = f"{'mbs':>4}{'ms a step':>11}{'tokens/s':>11}{'MFU':>8}{'HFU':>8}{'GB':>7}"
-    lines = [f"{'':28}{head}{'ours / it':>11}"]
-    for r in results:
-        shares = [f"{r.speed[x]:.1%}" if r.speed[x] else "n/a" for x in ("mfu", "hfu")]
-        ms, speed = 1000 * statistics.median(r.step_seconds), r.speed["tokens_per_second"]
-        numbers = f"{r.micro_batch:4}{ms:11.1f}{speed:11.0f}{shares[0]:>8}{shares[1]:>8}"
-        lines.append(f"{r.contender:28}{numbers}{r.speed['memory_gb']:7.1f}{ours / speed:11.3f}")
-    return "\n".join(lines)
+    shares = [f"{r.speed[x]:.1%}" if r.speed[x] else "n/a" for x in ("mfu", "hfu")]
+    ms, speed = 1000 * statistics.median(r.step_seconds), r.speed["tokens_per_second"]
+    numbers = f"{r.micro_batch:4}{ms:11.1f}{speed:11.0f}{shares[0]:>8}{shares[1]:>8}"
+    ratio = max(speeds, default=0) / speed
+    return f"{r.contender:28}{numbers}{r.speed['memory_gb']:7.1f}{ratio:11.3f}"
+
+
+def record(machine: dict[str, str], preset: str, r: Result) -> dict[str, object]:
+    return {**machine, "preset": preset, "contender": r.contender, "mbs": r.micro_batch, **r.speed}
+
+
+def slower(row: dict, recorded: list[dict]) -> str:
+    """A remark if the same was more than 5% faster on the same device."""
+    keys, unit = ("device", "preset", "contender"), "tokens_per_second"
+    best = max((o[unit] for o in recorded if all(o[k] == row[k] for k in keys)), default=0)
+    return f"   SLOWER: {best:.0f} recorded" if row[unit] < 0.95 * best else ""
 
 
 if __name__ == "__main__":

@@ -221,17 +221,32 @@ def test_micro_batches_are_whole():
         assert preset.micro_batches[-1] * preset.seq_length == preset.tokens
 
 
+def test_an_error_at_a_larger_micro_batch_keeps_the_smaller_one_s_numbers(clock, capsys):
+    who, _ = contender({1: 0.02, 2: 0.01}, 2, clock)
+
+    def make(size):
+        if size == 4:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED\nand a stack")
+        return who(size)
+
+    assert gpu.fastest("somebody", ON_CPU, make, [1, 2, 4, 8], 2).micro_batch == 2
+    assert capsys.readouterr().err == "somebody at 4: CUDA error: CUBLAS_STATUS_ALLOC_FAILED\n"
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyError("a surprise")])
 def test_a_contender_that_fails_leaves_the_others_their_numbers(monkeypatch, capsys, error):
-    ours, _ = contender(dict.fromkeys((1, 2, 4), 0.001), 4, [0.0])
+    ours, sizes = contender(dict.fromkeys((1, 2, 4), 0.001), 4, [0.0])
     monkeypatch.setattr(gpu, "picotron_min", lambda work, workload: ours(workload.micro_batch_size))
-    monkeypatch.setattr(gpu, "transformers_llama", mock.Mock(side_effect=error))
+    monkeypatch.setattr(gpu, "transformers_model", mock.Mock(side_effect=error))
     monkeypatch.setattr(gpu, "clean_up", lambda device: None)  # seconds, for nothing here
-    results = gpu.measure("tiny", ON_CPU.device, 2)
+    results = list(gpu.measure(ON_CPU, gpu.CONTENDERS, None, 2))
     contenders = [result.contender for result in results]
     assert contenders == ["picotron-min", gpu.ALONE, "picotron-min compiled"]
     assert all(len(result.step_seconds) == 2 for result in results)
     assert type(error).__name__ in capsys.readouterr().err
+    sizes.clear()
+    (only,) = gpu.measure(ON_CPU, ["picotron-min compiled"], [2], 2)
+    assert (only.contender, sizes) == ("picotron-min compiled", [2])
 
 
 def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch):
@@ -243,7 +258,7 @@ def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_the_table_has_ratios():
+def test_rows_have_ratios_and_are_held_against_recorded_ones():
     names = "tokens_per_second", "mfu", "hfu", "memory_gb"
     ours, theirs = (
         Result(who, size, seconds, [], dict(zip(names, numbers, strict=True)))
@@ -252,9 +267,13 @@ def test_the_table_has_ratios():
             ("transformers", 2, [0.4], (1000, 0.25, 0.3, 20)),
         )
     )
-    _, *lines = gpu.table([ours, theirs]).splitlines()
-    assert " ".join(lines[0].split()) == "picotron-min 4 200.0 2000 50.0% n/a 12.3 1.000"
-    assert " ".join(lines[1].split()) == "transformers 2 400.0 1000 25.0% 30.0% 20.0 2.000"
+    lines = [" ".join(gpu.line(r, [ours, theirs]).split()) for r in (ours, theirs)]
+    assert lines[0] == "picotron-min 4 200.0 2000 50.0% n/a 12.3 1.000"
+    assert lines[1] == "transformers 2 400.0 1000 25.0% 30.0% 20.0 2.000"
+    row = gpu.record({"device": "a GPU"}, "tiny", ours)
+    for speed, remark in ((2090, ""), (2110, "   SLOWER: 2110 recorded")):
+        assert gpu.slower(row, [row | {"tokens_per_second": speed}]) == remark
+        assert not gpu.slower(row, [row | {"device": "another", "tokens_per_second": speed}])
 
 
 def count_tensors_with_and_after_a_contender() -> None:
@@ -280,7 +299,10 @@ def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(Preset, "micro_batches", [1])
     options = ["--presets", "tiny", "--device", "cpu", "--steps", "2"]
+    options += ["--json", str(tmp_path / "rows.json")]
     gpu.main([*options, "--profile", str(tmp_path / "traces")])
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["contender"] for row in rows] == list(gpu.CONTENDERS)
     assert "traceEvents" in json.loads((tmp_path / "traces" / "tiny.json").read_text())
     shown = capsys.readouterr().out
     assert "Self CPU" in shown
