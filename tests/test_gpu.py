@@ -26,6 +26,8 @@ from benchmarks import gpu
 from benchmarks.common import Done
 from benchmarks.gpu import Preset, Result, Work
 from picotron_min.attention import SoftmaxAttention, merge_blocks
+from picotron_min.extensions.documents.attention import DocumentAttention, VarlenAttention
+from picotron_min.extensions.documents.rectangles import Documents
 from picotron_min.extensions.kernels import attention
 from picotron_min.extensions.kernels.attention import (
     FLASH_CUDA,
@@ -377,6 +379,24 @@ def test_the_ring_s_kernel_equals_attention_in_one_piece(heads, head_dim):
     for ours, leaf in zip((dq, *own, *other), leaves, strict=True):
         assert ours.shape == leaf.shape
         assert_near(ours, leaf.grad, 0.01)
+
+
+@pytest.mark.gpu
+def test_documents_in_one_kernel_equal_one_after_another():
+    documents = Documents(((10, 50, 36), (96,)))
+    torch.manual_seed(0)
+    *tensors, gradient = (
+        torch.randn(2, n, 96, 64, device=GPU, dtype=torch.bfloat16) for n in (4, 2, 2, 4)
+    )
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = VarlenAttention()(*leaves, documents)
+    out.backward(gradient)
+    wide = [x.double().requires_grad_() for x in tensors]
+    expected = DocumentAttention(SoftmaxAttention())(*wide, documents)
+    expected.backward(gradient.double())
+    assert_near(out, expected, 0.01)
+    for leaf, reference in zip(leaves, wide, strict=True):
+        assert_near(leaf.grad, reference.grad, 0.01)
 
 
 @pytest.mark.gpu

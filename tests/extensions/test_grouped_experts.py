@@ -32,10 +32,11 @@ TOLERANCE = {torch.float32: 1e-7, torch.bfloat16: 0.0}
 CPU = torch.device("cpu")
 
 
-def make_experts(dtype: torch.dtype, grouped: bool):
+def make_experts(dtype: torch.dtype, grouped: bool, device: torch.device = CPU):
     torch.manual_seed(0)
-    model = Llama(CONFIG)
-    apply_moe(model, Routing(), RoutingCounts(CONFIG, CPU))
+    with device:
+        model = Llama(CONFIG)
+        apply_moe(model, Routing(), RoutingCounts(CONFIG, device))
     moe, queue = model.model.layers["0"].mlp, WeightGradients()
     take_apart(model)
     if dtype == torch.bfloat16:
@@ -83,6 +84,23 @@ def test_grouped_experts_equal_the_loop(monkeypatch, dtype, sizes, least):
     # For dx, and for weights where torch cannot add a product in place, or matrices are small.
     assert products.count == (3 if dtype == torch.float32 and least == 1 else 6)
     assert any(gradient.any() for gradient in gradients) == any(sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [[40, 0, 5, 83], [0, 0, 0, 16]], ids=str)
+def test_grouped_experts_equal_the_loop_on_a_gpu(sizes):
+    device, dtype, results = torch.device("cuda", 0), torch.bfloat16, []
+    if not has_kernel(device, dtype):
+        pytest.skip("this GPU runs the loop")
+    for grouped in (False, True):
+        moe, generator = make_experts(dtype, grouped, device), torch.Generator().manual_seed(1)
+        rows = torch.randn(sum(sizes), 32, generator=generator).to(device, dtype).requires_grad_()
+        out = moe.run(rows, sizes, torch.rand(sum(sizes), generator=generator).to(device))
+        out.backward(torch.randn(out.shape, generator=generator).to(device, dtype))
+        gradients = [x.weight.grad for x in linears(moe.experts).values()]
+        results.append([out, rows.grad, *gradients])
+    for loop, ours in zip(*results, strict=True):
+        assert (ours.double() - loop.double()).norm() <= 0.02 * loop.double().norm()  # 0: is 0
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])

@@ -34,10 +34,9 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     Of GPUs only Hopper has one, in bfloat16. For others torch reads the sizes at every product; on
     Blackwell, the gradient of an expert without rows is not zero (pytorch issue 172439).
     """
-    if device.type == "cuda":
-        is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-        return is_hopper and dtype == torch.bfloat16
-    return dtype != torch.float64
+    if device.type == "cpu":
+        return dtype != torch.float64
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def apply_grouped_experts(
@@ -88,19 +87,12 @@ class Stack:
             return torch.stack([linear.operand for linear in self.linears])
         return self.joined
 
-    def adds_in_place(self, x: Tensor) -> bool:
-        """Whether a loop over the experts adds their weight gradients: docs/log.md has times.
-
-        On GPUs, where Linear adds products of bfloat16 in place, it has not been measured.
-        """
-        gradient = self.linears[0].gradient
-        can_add = gradient is not None and gradient.dtype == x.dtype  # never on a GPU
-        return can_add and gradient.numel() >= LEAST_IN_PLACE
-
     def add_weight_gradient(self, x_groups: tuple[Tensor, list[int], Tensor], dy: Tensor) -> None:
         """Add dy^T x of its rows to every expert's gradient: x [r, in], dy [r, out]."""
         x, sizes, ends = x_groups  # an expert without rows gets zeros
-        if self.adds_in_place(x):
+        gradient = self.linears[0].gradient
+        can_add = gradient is not None and gradient.dtype == x.dtype  # only on CPUs, in float32
+        if can_add and gradient.numel() >= LEAST_IN_PLACE:  # docs/log.md has times
             for linear, *rows in zip(self.linears, x.split(sizes), dy.split(sizes), strict=True):
                 linear.add_weight_gradient(*rows)
             return
