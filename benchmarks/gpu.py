@@ -43,13 +43,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, install
 
 from benchmarks import common
 from benchmarks.common import Done, Step, TrainStep
+from benchmarks.products import Products
 from picotron_min.data import Batches
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
 from picotron_min.mesh import build_axes
 from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime import launch
-from picotron_min.runtime.products import Products
 from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.speed import Speedometer
 from train import Run, build_run

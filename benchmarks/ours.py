@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from benchmarks.common import Done, Step, TrainStep, bytes_of_update
+from benchmarks.products import Products
 from picotron_min.collectives import Axis
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.documents.attention import inside_documents
@@ -24,7 +25,6 @@ from picotron_min.model import FlashAttention
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.inputs import open_data
-from picotron_min.runtime.products import Products
 from picotron_min.runtime.token_file import TokenFile
 from train import Run, build_run
 

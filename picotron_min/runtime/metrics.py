@@ -8,7 +8,6 @@ there is no torch here, which takes seconds to import.
 """
 
 import json
-import statistics
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -84,7 +83,6 @@ class Sent(BaseModel, frozen=True):
 class Rank(BaseModel, frozen=True):
     memory_gb: float  # peak so far
     sent: dict[AxisName, dict[str, Sent]]  # axis -> collective
-    products_seconds: Amount | None = None  # of the step's products alone, on request
 
 
 class Ranks(BaseModel, frozen=True):
@@ -92,14 +90,6 @@ class Ranks(BaseModel, frozen=True):
 
     step: NonNegativeInt
     ranks: list[Rank]
-
-    def share_of_bound(self, step_seconds: list[float]) -> dict[str, str]:
-        """A row for a table: steps as long as on the rank whose products take longest; or none."""
-        alone = [rank.products_seconds for rank in self.ranks if rank.products_seconds]
-        if not alone:
-            return {}
-        share = max(alone) / statistics.median(step_seconds)
-        return {"bound": f"{share:.0%} of the speed that its products alone would allow"}
 
 
 EVENTS = {"start": Start, "ranks": Ranks}  # the only key of a line -> what it holds

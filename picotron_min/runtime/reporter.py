@@ -35,7 +35,6 @@ from picotron_min.runtime.metrics import (
     StepRecord,
     append_event,
 )
-from picotron_min.runtime.products import Products
 from picotron_min.runtime.speed import Speedometer, device_name, memory_gb
 from picotron_min.runtime.trace import Trace
 from picotron_min.runtime.wording import counted, human, shown
@@ -71,9 +70,6 @@ class Reporter(ExitStack):
         self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
-        self.products = Products() if logging.log_bound else None
-        self.measured: Ranks | None = None  # what rank 0 has gathered
-        self.step_seconds: list[float] = []
         self.warned_of: set[str] = set()
         self.console = Console(done + 1, last, RichConsole(quiet=not writes))
         self.console.header("picotron-min", self.start.header)
@@ -83,15 +79,12 @@ class Reporter(ExitStack):
 
     def begin(self, step: int) -> Watch:
         """Start the clock of a step, counted from 0; returns its trace's context."""
-        if self.products and step + 1 == self.measured_step:
-            self.products.__enter__()
         self.began = time.perf_counter()
         return self.trace.watch(step)
 
     def step(self, step: int, result) -> None:
         """Report a step, counted from 1, at its end; `result` is its train.StepResult."""
         seconds = time.perf_counter() - self.began
-        self.step_seconds.append(seconds)
         if step == self.measured_step:
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
@@ -145,17 +138,11 @@ class Reporter(ExitStack):
             for axis in self.axes
             if axis.ledger.bytes.total()
         }
-        mine = {"memory_gb": memory_gb(self.inputs.device), "sent": sent}
-        if self.products:
-            self.products.__exit__(None, None, None)
-            dist.barrier(self.axes.world.group)  # as in a step, all ranks multiply at the same time
-            mine["products_seconds"] = self.products.seconds()
-            self.products = None
+        mine = Rank(memory_gb=memory_gb(self.inputs.device), sent=sent)
         ranks = [None] * self.axes.world.size if self.run_log else None
-        dist.gather_object(Rank(**mine), ranks, group=self.axes.world.group, group_dst=0)
+        dist.gather_object(mine, ranks, group=self.axes.world.group, group_dst=0)
         if self.run_log:
-            self.measured = Ranks(step=step, ranks=ranks)
-            append_event(self.run_log, self.measured)
+            append_event(self.run_log, Ranks(step=step, ranks=ranks))
 
     def evaluation(self, step: int, loss: float) -> None:
         take_bytes(self.axes)  # or the next step would report them
@@ -177,10 +164,8 @@ class Reporter(ExitStack):
             self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
         self.log.close()  # wandb prints a summary of its own
         newest = find_start("latest", Path(save_dir))
-        more = self.measured.share_of_bound(self.step_seconds) if self.measured else {}
-        for meter in self.inputs.meters:
-            more["energy"] = meter.summary()
-        rows = self.console.summary(save_dir, newest, config.dataset.name, more)
+        more = [("energy", meter.summary()) for meter in self.inputs.meters]
+        rows = self.console.summary(save_dir, newest, config.dataset.name, dict(more))
         if self.axes.world.rank == 0:
             write_card(Path(save_dir, "hf"), self.start.header | rows, self.inputs.tokenizer)
 

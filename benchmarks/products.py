@@ -4,12 +4,10 @@
     alone     product product product ...
 
 Products of matrices and fused attention are recorded in one step and called again, in its order,
-with its shapes, strides and dtypes, and nothing between them. With `logging.log_bound` a run does
-so once, all ranks at the same time; docs/speed.md has what else a step cannot do without.
+with its shapes, strides and dtypes, and nothing between them. docs/speed.md has what else a step
+cannot do without.
 """
 
-import statistics
-import time
 from typing import Any
 
 import torch
@@ -45,14 +43,3 @@ class Products(TorchDispatchMode):
         for kind in self.order:
             function, args, kwargs = self.calls[kind]
             function(*args, **kwargs)
-
-    def seconds(self) -> float:
-        """The median of five times, on a device that has nothing else to do."""
-        times = []
-        for _ in range(5):
-            began = time.perf_counter()
-            self.again()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
