@@ -102,17 +102,6 @@ ARCHITECTURES = {
         read=_read_glm4_moe,
         write=lambda model_config: {"first_k_dense_replace": len(model_config.mlp_only_layers)},
     ),
-    "solar_open": Architecture(
-        class_name="SolarOpenForCausalLM",
-        fits=lambda model_config: False,  # glm4_moe computes the same
-        fixed={"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
-        fields=EXPERTS + SIGMOID,
-        renamed=(
-            ("num_local_experts", "n_routed_experts"),
-            ("intermediate_size", "moe_intermediate_size"),  # no layer has another MLP
-        ),
-        read=lambda hf: {"scoring_func": "sigmoid"},
-    ),
     "qwen2_moe": Architecture(
         class_name="Qwen2MoeForCausalLM",
         fits=_needs_qwen2_moe,

@@ -102,9 +102,7 @@ GATED = EXPERTS.override(
     n_shared_experts=2, moe_shared_expert_gate=True, norm_topk_prob=False, mlp_only_layers=(1,)
 )
 LLAMA, GLM = to_hf(BASE.override(rope_scaling=RopeScaling(8.0))), to_hf(SIGMOID)
-SOLAR = GLM | {"model_type": "solar_open", "first_k_dense_replace": 0}
-del SOLAR["num_nextn_predict_layers"]
-FILES = {"llama": LLAMA, "mixtral": to_hf(EXPERTS), "glm4_moe": GLM, "solar_open": SOLAR}
+FILES = {"llama": LLAMA, "mixtral": to_hf(EXPERTS), "glm4_moe": GLM}
 FILES |= {"qwen2_moe": to_hf(GATED), "qwen3": to_hf(NORMED)}
 
 
@@ -133,15 +131,6 @@ def test_every_model_has_an_architecture(model_config):
     if hf["model_type"] == "mixtral":  # which has no other MLPs
         model_config = model_config.override(intermediate_size=model_config.moe_intermediate_size)
     assert from_hf(hf) == from_hf(there.to_dict()) == model_config
-
-
-def test_solar_open_is_a_glm_without_dense_layers():
-    solar = {key: value for key, value in SOLAR.items() if key != "intermediate_size"}
-    there = transformers.SolarOpenConfig(**solar)
-    assert there.head_dim == SIGMOID.head_dim
-    expected = SIGMOID.override(mlp_only_layers=(), intermediate_size=16)
-    assert from_hf(solar) == from_hf(SOLAR) == from_hf(there.to_dict()) == expected
-    assert from_hf(to_hf(expected)) == expected
 
 
 @pytest.mark.parametrize("numbers", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 2, 7]}])
@@ -202,13 +191,6 @@ REFUSED = {  # what this model does not compute, or nobody
         ({"first_k_dense_replace": 3}, "must name some, not all, of the layers 0 to 2"),
         ({"n_group": 3}, "n_group=3 does not cut num_local_experts=8"),
         ({"topk_group": 5}, "topk_group=5 does not fit"),
-    ],
-    "solar_open": [
-        ({"use_qk_norm": True}, "use_qk_norm=True is not supported"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported: only 0"),
-        (YARN, "rope_type='yarn'"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     ],
     "qwen2_moe": [
         ({"qkv_bias": True}, "qkv_bias=True is not supported: only False"),
