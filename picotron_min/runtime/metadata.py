@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.runtime.config import Config, Training
+from picotron_min.runtime.config import Config
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
 from picotron_min.runtime.hugging_face import open_safetensors
 from picotron_min.runtime.wording import mistake, shown
@@ -89,30 +89,16 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
     }
 
 
-# Keys of training that change nothing of what a step learns; data_order has the batch's size.
-NOT_LEARNED = {"max_tokens", "eval_frequency", "micro_batch_size", "gradient_accumulation_steps"}
-NOT_LEARNED |= {"moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"}
-NOT_LEARNED |= {"deterministic"}
-# But if a key on the left is set, those on the right decide among which tokens experts are
-# balanced, or limited.
-CAPACITY = ("training.micro_batch_size", "distributed.cp_size", "distributed.tp_size")
-AMONG = {
-    "moe_aux_loss_coeff": ("training.micro_batch_size",),
-    "moe_global_aux_loss_coeff": ("training.gradient_accumulation_steps",),
-    "moe_expert_capacity_factor": CAPACITY,
-}
+# What a step learns depends on more; these are the keys whose change is most often a slip.
+LEARNED = ("learning_rate", "schedule", "total_train_steps", "weight_decay", "betas")
+LEARNED = [*(f"training.{key}" for key in LEARNED), "model.dtype"]
 
 
 def resume_warnings(metadata: Metadata, config: Config, data: dict[str, str]) -> list[str]:
-    """Everything that changes what is learned and differs from the saved run's."""
-    learned = [f"training.{key}" for key in Training.model_fields if key not in NOT_LEARNED]
-    learned += ["model.dtype", "dataset.document_mask"]
-    effect = dict.fromkeys(learned, "the new value counts")
-    for key, others in AMONG.items() if metadata.model.num_local_experts else ():
-        if getattr(config.training, key):
-            effect |= dict.fromkeys(others, "experts are balanced, or limited, among other tokens")
+    """What changes the order of the data, or what a step learns, and differs from the saved run."""
     both = metadata.config, config
-    was, now = ({key: attrgetter(key)(c) for key in effect} | c.data_order for c in both)
+    was, now = ({key: attrgetter(key)(c) for key in LEARNED} | c.data_order for c in both)
+    effect = dict.fromkeys(LEARNED, "the new value counts")
     effect |= dict.fromkeys(config.data_order, "other data is seen")
     moved = "held-out text has moved, so that what was validated on may be trained on"
     effect |= {"the text": f"other data is seen; {moved}", "the tokenizer": "ids mean other text"}

@@ -191,74 +191,23 @@ def test_a_checkpoint_of_another_mixture_is_refused(tmp_path):
         read_to_resume(folder, resolve_model(make_config()), "adamw")
 
 
-FULLER = {"micro_batch_size": 4, "gradient_accumulation_steps": 1}  # as many sequences a step
-
-
-@pytest.mark.parametrize(
-    "before,change,expected",
-    [
-        ({}, {"moe_aux_loss_coeff": 0.1}, ["moe_aux_loss_coeff was 0.0 and is 0.1: from here"]),
-        (
-            {},
-            {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 2.0},
-            ["moe_expert_capacity_factor was null and is 2.0: from here on the new value counts"],
-        ),
-        ({}, {"moe_expert_rank_capacity_factor": 2.0}, []),
-        ({}, FULLER, []),
-        (
-            {"moe_aux_loss_coeff": 0.1},
-            FULLER,
-            ["micro_batch_size was 2 and is 4: from here on exp"],
-        ),
-        (
-            {"moe_global_aux_loss_coeff": 0.1},
-            FULLER,
-            ["gradient_accumulation_steps was 2 and is 1"],
-        ),
-        (
-            {"moe_expert_capacity_factor": 1.0},
-            {"tp": 2},
-            ["tp_size was 1 and is 2: from here on exp"],
-        ),
-        (
-            {"moe_expert_capacity_factor": 1.0},
-            {"cp": 2},
-            ["cp_size was 1 and is 2: from here on exp"],
-        ),
-        ({"moe_seq_aux_loss_coeff": 0.5}, {"cp": 2}, []),
-    ],
-)
-def test_a_resume_warns_if_experts_are_balanced_in_another_way(before, change, expected):
-    two = {"micro_batch_size": 2, "gradient_accumulation_steps": 2} | before
-    saved, now = make_config(model=EXPERTS, **two), make_config(model=EXPERTS, **two | change)
-    warnings = resume_warnings(saved_by(saved), now, DATA)
-    assert len(warnings) == len(expected)
-    for warning, part in zip(warnings, expected, strict=True):
-        assert warning.partition(".")[2].startswith(part)
-
-
 @pytest.mark.parametrize(
     "change,expected",
     [
         ({"schedule": "wsd"}, 'training.schedule was "cosine" and is "wsd": from'),
         ({"learning_rate": 0.5}, "training.learning_rate was 0.01 and is 0.5: from"),
-        ({"min_learning_rate": 0.005}, "training.min_learning_rate was 0.0 and is 0.005: from"),
-        ({"warmup_steps": 1}, "training.warmup_steps was 2 and is 1: from"),
         ({"total_train_steps": 9}, "training.total_train_steps was 6 and is 9: from"),
         ({"betas": [0.9, 0.99]}, "training.betas was [0.9, 0.95] and is [0.9, 0.99]: from"),
-        ({"moments": "bfloat16"}, 'training.moments was "float32" and is "bfloat16": from'),
         ({"weight_decay": 0.0}, "training.weight_decay was 0.1 and is 0.0: from"),
-        ({"grad_clip": None}, "training.grad_clip was 1.0 and is null: from"),
         ({"dtype": "bfloat16"}, 'model.dtype was "float32" and is "bfloat16": from'),
         ({"micro_batch_size": 4}, "sequences a step was 4 and is 8: from here on other data"),
         ({"dp": 2}, "sequences a step was 4 and is 8: from here on other data is seen"),
         ({"seed": 7}, "training.seed was 42 and is 7: from here on other data is seen"),
         ({"seq_length": 32}, "training.seq_length was 16 and is 32: from here on other data"),
-        ({"document_mask": True}, "dataset.document_mask was false and is true: from here on the"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_resume_warns_of_every_setting_that_changes_what_is_learned(change, expected):
+def test_a_resume_warns_of_other_data_and_of_another_way_to_learn(change, expected):
     (warning,) = resume_warnings(saved_by(make_config()), make_config(**change), DATA)
     assert warning.startswith(expected)
 
