@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,19 @@ HIDDEN |= {"num_experts_per_tok", "scoring_func", "norm_topk_prob", "n_group", "
 HIDDEN |= {"routed_scaling_factor"}
 
 
+class Found(NamedTuple):
+    """A tensor of a file."""
+
+    path: Path
+    key: str  # what the file calls it
+    shape: tuple[int, ...] | str  # or why it cannot be used
+
+
 def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     """The folder of a model on this machine or on the hub, for load_hf; checked, not read.
 
-    Raises ValueError with all tensors that are missing, unexpected or misshapen, and all numbers of
-    its config.json that differ from the model's, but for the fields `given` in the run's config.
+    Raises ValueError with the tensors, and the numbers of its config.json, that differ from the
+    model's, but for the fields `given` in the run's config.
     """
     folder = Path(name)
     if not folder.exists():
@@ -42,31 +51,66 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
         problem = f"model.weights={name} is no folder with .safetensors files"
         raise ValueError(f"{problem}: save the model with transformers' save_pretrained")
     problems = _config_problems(folder / "config.json", model_config, given)
-    shapes, copies = all_shapes(model_config), _copies(model_config)
-    also = {copy: shapes[original] for copy, original in copies.items()}
-    found, of_tensors = _match(paths, shapes | also, layers_left_out(folder, model_config))
-    missing = shapes.keys() - found
-    theirs = {key: their_name(key, model_config) for key in missing}
-    lacking = {key for key in missing if key.startswith(_prefixes(_further_layers(model_config)))}
-    problems += of_tensors
-    problems += [f"{folder}: {theirs[key]} {shapes[key]} is missing" for key in missing - lacking]
-    if lacking:
-        remedy = "set model.num_nextn_predict_layers to 0 for files without prediction layers"
-        problems.append(f"{folder}: {theirs[min(lacking)]} is missing: {remedy}")
-    if missing == {HEAD}:
-        problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
+    found = _tensors(paths, all_shapes(model_config), layers_left_out(folder, model_config))
+    problems += _differences(found, model_config)
     if problems:
         about = f"model.weights={name} is not the model of this config: does model.name fit it?"
-        more = [f"and {len(problems) - 20} more"] * (len(problems) > 20)
-        raise ValueError("\n".join([about, *sorted(problems)[:20], *more]))
-    for copy in copies.keys() & found.keys():
-        pair = copy, copies[copy]
-        first, second = (open_safetensors(found[key]).get_tensor(key) for key in pair)
-        if not torch.equal(first, second):
-            problem = f"{found[copy]}: {copy} differs from {pair[1]}, and this model ties them"
-            remedy = "set model.tie_word_embeddings to false" if copy == HEAD else "use other files"
-            raise ValueError(f"{problem}: {remedy}")
+        more = [f"and {len(problems) - 5} more"] * (len(problems) > 5)
+        raise ValueError("\n".join([about, *problems[:5], *more]))
+    _check_copies(found, model_config)
     return folder
+
+
+def _tensors(paths: list[Path], shapes: dict[str, tuple], left_out: range) -> dict[str, Found]:
+    """The tensors in these files, by our names."""
+    found, ignored = {}, (DERIVED,)
+    if not any(".shared_experts." in name for name in shapes):
+        ignored += (".shared_expert_gate.weight",)  # transformers writes them also of size 0
+    for path in paths:
+        file = open_safetensors(path)
+        for key in sorted(file.keys()):
+            name, tensor = our_name(key), file.get_slice(key)
+            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            if 0 in shape or name.endswith(ignored) or name.startswith(_prefixes(left_out)):
+                continue
+            if dtype not in READABLE:
+                shape = f"{dtype}, not one of {', '.join(READABLE)},"
+            if name in found:
+                shape = f"in {found[name].path.name} and in {path.name}"
+            found[name] = Found(path, key, shape)
+    return found
+
+
+def _differences(found: dict[str, Found], model_config: ModelConfig) -> list[str]:
+    """A sentence for each tensor that is another one, or on one side only."""
+    shapes = all_shapes(model_config)
+    copies = {k: shapes[own] for k, own in _copies(model_config).items() if k in found}
+    theirs, ours = {name: tensor.shape for name, tensor in found.items()}, shapes | copies
+    differ = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name)]
+    problems, missing = [], [name for name in differ if name not in theirs]
+    if missing == [HEAD]:
+        problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
+    if any(name.startswith(_prefixes(_further_layers(model_config))) for name in missing):
+        remedy = "set model.num_nextn_predict_layers to 0"
+        problems.append(f"for files without prediction layers, {remedy}")
+    for name in differ:
+        key = found[name].key if name in found else their_name(name, model_config)
+        there, here = theirs.get(name, "absent"), ours.get(name, "absent")
+        problems.append(f"{key} is {there} there, and {here} here")
+    return problems
+
+
+def _check_copies(found: dict[str, Found], model_config: ModelConfig) -> None:
+    """Raise ValueError if a file has two different tensors where the model has one."""
+    for copy, original in _copies(model_config).items():
+        if copy in found:
+            both = (found[copy], found[original])
+            first, second = (open_safetensors(file).get_tensor(key) for file, key, _ in both)
+            if not torch.equal(first, second):
+                problem = f"{copy} differs from {original}, and this model ties them"
+                remedy = "set model.tie_word_embeddings to false"
+                remedy = remedy if copy == HEAD else "use other files"
+                raise ValueError(f"{found[copy].path}: {problem}: {remedy}")
 
 
 def _copies(c: ModelConfig) -> dict[str, str]:
@@ -90,34 +134,6 @@ def layers_left_out(folder: Path, model_config: ModelConfig) -> range:
     config = folder / "config.json"
     theirs = from_hf(read_json(config)) if config.exists() else model_config
     return range(model_config.num_layers, theirs.num_layers)
-
-
-def _match(
-    paths: list[Path], shapes: dict[str, tuple], left_out: range
-) -> tuple[dict[str, Path], list[str]]:
-    """The file of every tensor, by our name, and what is wrong with the tensors."""
-    found, problems = {}, []
-    has_shared = any(".shared_experts." in name for name in shapes)
-    for path in paths:
-        file = open_safetensors(path)
-        for key in (key for key in sorted(file.keys()) if not key.endswith(DERIVED)):
-            tensor, name = file.get_slice(key), our_name(key)
-            shape, dtype, expected = tuple(tensor.get_shape()), tensor.get_dtype(), shapes.get(name)
-            is_gate = name.endswith(".shared_expert_gate.weight")
-            if expected is None and (0 in shape or (is_gate and not has_shared)):
-                continue  # transformers writes shared experts also of size 0
-            if name.startswith(_prefixes(left_out)):
-                continue
-            if expected is None:
-                problems.append(f"{path}: {key} {shape} is not a tensor of this model")
-            elif shape != expected:
-                problems.append(f"{path}: {key} is {shape}, and this model's is {expected}")
-            elif dtype not in READABLE:
-                problems.append(f"{path}: {key} is {dtype}, not one of {', '.join(READABLE)}")
-            elif name in found:
-                problems.append(f"{path}: {key} is also in {found[name].name}")
-            found[name] = path
-    return found, problems
 
 
 def _config_problems(path: Path, model_config: ModelConfig, given: set[str]) -> list[str]:
