@@ -101,7 +101,7 @@ def _name_problems(config: Config) -> Iterator[str]:
 
 
 def _path_problems(config: Config) -> Iterator[str]:
-    """What a run writes is in places of its own, and replaces only files of its kind."""
+    """What a run writes is in places of its own."""
     save_dir, taken = os.path.realpath(config.checkpoint.save_dir), set()
     files = {"metrics_file": config.metrics_file, "trace_file": config.logging.trace_file}
     for key, name in ((key, name) for key, name in files.items() if name):
@@ -109,15 +109,10 @@ def _path_problems(config: Config) -> Iterator[str]:
         inside = path.relative_to(save_dir).parts if path.is_relative_to(save_dir) else ("",)
         if path in taken or re.fullmatch(OWN, inside[0]):
             yield f"{key}={name}: the run itself writes {path} or its folder: name another file"
-        elif path.is_file() and os.access(path, os.R_OK) and path.stat().st_size:
-            with path.open("rb") as file:
-                if not file.read(16).startswith(BEGINNING[key]):
-                    yield f"{key}={name} exists, and is of another kind: name another file"
         taken.add(path)
 
 
 OWN = r"step-\d{8}|hf|earlier-\d+|run\.jsonl|\..+"  # in save_dir: see folders.py
-BEGINNING = {"metrics_file": b'{"step"', "trace_file": b'{"traceEvents"'}
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
