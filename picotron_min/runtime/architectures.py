@@ -130,6 +130,8 @@ def from_hf(hf: dict) -> ModelConfig:
     try:  # it checks types, fills in what is absent, and reads both spellings of rope
         hf = AutoConfig.for_model(**deepcopy(hf) | {"model_type": name}).to_dict()
         return _model(name, hf | hf["rope_parameters"])
+    except ValidationError as error:
+        raise ValueError("; ".join(map(mistake, error.errors()))) from None
     except ValueError:
         raise
     except Exception as error:  # of many kinds
@@ -148,13 +150,10 @@ def _model(name: str, hf: dict) -> ModelConfig:
             only = choice(map(repr, good))
             raise ValueError(f"{key}={value!r:.60} is not supported: only {only:.60}")
     numbers = {field: hf[key] for field, key in architecture.keys.items()} | architecture.read(hf)
-    try:
-        if hf["rope_type"] == "llama3":
-            given = {field.name: hf.get(field.name) for field in fields(RopeScaling)}
-            numbers["rope_scaling"] = RopeScaling(**dict(Stretching(**given)))
-        return ModelConfig(**dict(Numbers(**numbers)))
-    except ValidationError as error:
-        raise ValueError("; ".join(map(mistake, error.errors()))) from None
+    if hf["rope_type"] == "llama3":
+        given = {field.name: hf.get(field.name) for field in fields(RopeScaling)}
+        numbers["rope_scaling"] = RopeScaling(**dict(Stretching(**given)))
+    return ModelConfig(**dict(Numbers(**numbers)))
 
 
 def to_hf(model_config: ModelConfig) -> dict:

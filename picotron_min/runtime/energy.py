@@ -8,6 +8,7 @@ is no message more, and no rank can miss one. After Megatron-LM's --log-energy. 
 (ml.energy), which also reads AMD's GPUs and Apple's processors.
 """
 
+import importlib.util
 import math
 import time
 from collections.abc import Callable
@@ -90,11 +91,11 @@ def open_meter(device: torch.device, local_rank: int, num_ranks: int, tokens: in
 
 
 def nvml_reader(device: torch.device) -> Read:
-    try:
-        import pynvml
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("pynvml") is None:
         remedy = 'run  pip install -e ".[energy]"  or set it to false'
-        raise ValueError(f"log_energy=true needs nvidia-ml-py on GPUs: {remedy}") from None
+        raise ValueError(f"log_energy=true needs nvidia-ml-py on GPUs: {remedy}")
+    import pynvml
+
     # Not by index: NVML counts all GPUs of a node, torch only CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
@@ -122,10 +123,7 @@ def rapl_reader(folder: Path = Path("/sys/class/powercap")) -> Read:
         if not packages:
             raise OSError(f"there is no {folder}/intel-rapl:0, as in most virtual machines")
         for package in packages:
-            try:
-                now = int((package / "energy_uj").read_text())
-            except PermissionError:
-                raise OSError(f"{package}/energy_uj is readable by root only") from None
+            now = int((package / "energy_uj").read_text())  # by root only on most machines
             wraps_at = int((package / "max_energy_range_uj").read_text())
             total += (now - before.get(package, now)) % wraps_at
             before[package] = now

@@ -127,18 +127,13 @@ def complete_or_absent(
 
 def delete(folder: Path) -> None:
     """Rename, then delete: a kill between leaves a folder that a later run deletes."""
-    leftover = folder.with_name(f".{folder.name}.deleted")
-    try:
-        os.replace(folder, leftover)
-    except OSError as error:
-        print(f"warning: cannot delete {folder}: {error}")
-    else:
-        remove(leftover)
+    remove(folder, folder.with_name(f".{folder.name}.deleted"))
 
 
-def remove(path: Path) -> None:
+def remove(path: Path, aside: Path | None = None) -> None:
     """Delete a folder, or a link but not what it leads to; a warning if that is not possible."""
     try:
+        path = path.replace(aside) if aside else path
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:  # no reason to end a run whose newer checkpoint is complete
         print(f"warning: cannot delete {path}: {error}")
