@@ -38,7 +38,7 @@ HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub", "
 HEAVY |= {"pynvml"}
 # The second removes a variable that matplotlib would stop at.
 ENVIRONMENT = ("runtime/launch.py", "report/__main__.py")
-DRAWS = ("drawing", "curves", "timelines")  # of a report, and imported where one is made
+DRAWS = ("drawing", "curves", "timelines", "schedules")  # imported where a picture is made
 
 FILES = sorted(path for path in (ROOT / PACKAGE).rglob("*.py") if path.stem != "__init__")
 SCRIPTS = [ROOT / name for name in ("train.py", "create_config.py", "benchmarks/gpu.py")]

@@ -1,7 +1,6 @@
 """Draw pipeline schedules, planned and measured, as text; the command line for it.
 
     python -m picotron_min.runtime.draw --engine interleaved --stages 4 --microbatches 8
-    python -m picotron_min.runtime.draw --svg FILE      all schedules, in a picture
     python -m picotron_min.runtime.draw --trace FILE    what a run measured, under its plan
 
 Standard library only, so that it starts at once.
@@ -18,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from picotron_min.extensions.schedules.picture import write_picture
 from picotron_min.extensions.schedules.registry import SCHEDULES, plan_on_paper
 from picotron_min.extensions.schedules.simulator import Span, Timeline, peak_live, simulate
 from picotron_min.pipeline_messages import insert_messages
@@ -42,15 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     plan.add_argument("--stages", type=int, metavar="P", help="ranks; default: 4")
     plan.add_argument("--microbatches", type=int, metavar="M", help="default: 8")
     plan.add_argument("--chunks", type=int, metavar="V", help="a rank; default: the engine's")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture, of all without --engine")
     parser.add_argument("--trace", metavar="FILE", help="draw what a run measured, and its plan")
     parser.add_argument("--width", type=int, metavar="COLUMNS", help="default: the terminal's")
     given = vars(parser.parse_args(arguments))  # only what stands on the command line
     width = given.pop("width", None) or shutil.get_terminal_size((100, 24)).columns
     try:
-        if "svg" in given and "trace" not in given:
-            write_picture(**given)
-            return
         if "trace" in given and len(given) > 1:
             raise ValueError("--trace contains its own plan: omit --engine, --stages and the like")
         show = show_trace if "trace" in given else show_plan

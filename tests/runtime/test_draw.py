@@ -68,7 +68,7 @@ def test_a_drawing_that_is_too_narrow_names_the_width_that_it_needs(engine, m, c
     "arguments, message",
     [
         ("--stages 0", "0 ranks x 8 micro-batches x 1 chunks: draw at least one of each"),
-        ("--svg nowhere/x.svg --microbatches 0", "4 ranks x 0 micro-batches x 1 chunks: draw at"),
+        ("--microbatches 0", "4 ranks x 0 micro-batches x 1 chunks: draw at"),
         ("--microbatches few", "invalid int value: 'few'"),
         ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or engine afab"),
         ("--trace nowhere.json", "error: nowhere.json: No such file or directory"),
