@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,14 +25,6 @@ HIDDEN |= {"num_experts_per_tok", "scoring_func", "norm_topk_prob", "n_group", "
 HIDDEN |= {"routed_scaling_factor"}
 
 
-class Found(NamedTuple):
-    """A tensor of a file."""
-
-    path: Path
-    key: str  # what the file calls it
-    shape: tuple[int, ...] | str  # or why it cannot be used
-
-
 def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     """The folder of a model on this machine or on the hub, for load_hf; checked, not read.
 
@@ -51,18 +42,33 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
         problem = f"model.weights={name} is no folder with .safetensors files"
         raise ValueError(f"{problem}: save the model with transformers' save_pretrained")
     problems = _config_problems(folder / "config.json", model_config, given)
-    found = _tensors(paths, all_shapes(model_config), layers_left_out(folder, model_config))
-    problems += _differences(found, model_config)
+    ours, copies = all_shapes(model_config), _copies(model_config)
+    found = _tensors(paths, ours, layers_left_out(folder, model_config))
+    ours |= {copy: ours[own] for copy, own in copies.items() if copy in found}
+    if ours.keys() - found.keys() == {HEAD}:
+        problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
+    for tensor in sorted(ours | found):
+        _, key, there = found.get(tensor) or (None, their_name(tensor, model_config), "absent")
+        if there != (here := ours.get(tensor, "absent")):
+            problems.append(f"{key} is {there} there, and {here} here")
     if problems:
         about = f"model.weights={name} is not the model of this config: does model.name fit it?"
         more = [f"and {len(problems) - 5} more"] * (len(problems) > 5)
         raise ValueError("\n".join([about, *problems[:5], *more]))
-    _check_copies(found, model_config)
+    for copy in copies.keys() & found.keys():
+        pair = found[copy], found[copies[copy]]
+        first, second = (open_safetensors(path).get_tensor(key) for path, key, _ in pair)
+        if not torch.equal(first, second):
+            problem = f"{pair[0][0]}: {copy} differs from {copies[copy]}, and this model ties them"
+            remedy = "set model.tie_word_embeddings to false" if copy == HEAD else "use other files"
+            raise ValueError(f"{problem}: {remedy}")
     return folder
 
 
-def _tensors(paths: list[Path], shapes: dict[str, tuple], left_out: range) -> dict[str, Found]:
-    """The tensors in these files, by our names."""
+def _tensors(
+    paths: list[Path], shapes: dict[str, tuple], left_out: range
+) -> dict[str, tuple[Path, str, tuple | str]]:
+    """Our name of each tensor -> its file, its name there, and its shape, or why it is unusable."""
     found, ignored = {}, (DERIVED,)
     if not any(".shared_experts." in name for name in shapes):
         ignored += (".shared_expert_gate.weight",)  # transformers writes them also of size 0
@@ -76,53 +82,17 @@ def _tensors(paths: list[Path], shapes: dict[str, tuple], left_out: range) -> di
             if dtype not in READABLE:
                 shape = f"{dtype}, not one of {', '.join(READABLE)},"
             if name in found:
-                shape = f"in {found[name].path.name} and in {path.name}"
-            found[name] = Found(path, key, shape)
+                shape = f"in {found[name][0].name} and in {path.name}"
+            found[name] = path, key, shape
     return found
-
-
-def _differences(found: dict[str, Found], model_config: ModelConfig) -> list[str]:
-    """A sentence for each tensor that is another one, or on one side only."""
-    shapes = all_shapes(model_config)
-    copies = {k: shapes[own] for k, own in _copies(model_config).items() if k in found}
-    theirs, ours = {name: tensor.shape for name, tensor in found.items()}, shapes | copies
-    differ = [name for name in sorted(theirs | ours) if theirs.get(name) != ours.get(name)]
-    problems, missing = [], [name for name in differ if name not in theirs]
-    if missing == [HEAD]:
-        problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
-    if any(name.startswith(_prefixes(_further_layers(model_config))) for name in missing):
-        remedy = "set model.num_nextn_predict_layers to 0"
-        problems.append(f"for files without prediction layers, {remedy}")
-    for name in differ:
-        key = found[name].key if name in found else their_name(name, model_config)
-        there, here = theirs.get(name, "absent"), ours.get(name, "absent")
-        problems.append(f"{key} is {there} there, and {here} here")
-    return problems
-
-
-def _check_copies(found: dict[str, Found], model_config: ModelConfig) -> None:
-    """Raise ValueError if a file has two different tensors where the model has one."""
-    for copy, original in _copies(model_config).items():
-        if copy in found:
-            both = (found[copy], found[original])
-            first, second = (open_safetensors(file).get_tensor(key) for file, key, _ in both)
-            if not torch.equal(first, second):
-                problem = f"{copy} differs from {original}, and this model ties them"
-                remedy = "set model.tie_word_embeddings to false"
-                remedy = remedy if copy == HEAD else "use other files"
-                raise ValueError(f"{found[copy].path}: {problem}: {remedy}")
 
 
 def _copies(c: ModelConfig) -> dict[str, str]:
     """What files may have twice: of a tied model, and the ends of a prediction layer."""
     head = {HEAD: EMBEDDING} if c.tie_word_embeddings else {}
     ends = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head.get(HEAD, HEAD)}
-    prefixes = _prefixes(_further_layers(c))
+    prefixes = _prefixes(range(c.num_hidden_layers, c.num_layers))
     return head | {prefix + name: own for prefix in prefixes for name, own in ends.items()}
-
-
-def _further_layers(c: ModelConfig) -> range:
-    return range(c.num_hidden_layers, c.num_layers)
 
 
 def _prefixes(layers: range) -> tuple[str, ...]:
