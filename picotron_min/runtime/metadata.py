@@ -94,6 +94,10 @@ LEARNED = ("learning_rate", "schedule", "total_train_steps", "weight_decay", "be
 LEARNED = [*(f"training.{key}" for key in LEARNED), "model.dtype"]
 
 
+OF_SOURCE = [f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")]
+OF_SOURCE += ["training.num_samples"]
+
+
 def resume_warnings(metadata: Metadata, config: Config, data: dict[str, str]) -> list[str]:
     """What changes the order of the data, or what a step learns, and differs from the saved run."""
     both = metadata.config, config
@@ -103,4 +107,6 @@ def resume_warnings(metadata: Metadata, config: Config, data: dict[str, str]) ->
     moved = "held-out text has moved, so that what was validated on may be trained on"
     effect |= {"the text": f"other data is seen; {moved}", "the tokenizer": "ids mean other text"}
     was, now = was | metadata.data, now | (data if metadata.data else {})
+    if was.get("the text") == data["the text"]:  # wherever it is read from
+        now = {key: value for key, value in now.items() if key not in OF_SOURCE}
     return [f"{c}: from here on {effect[key]}" for key, c in _changes(was, now).items()]

@@ -74,7 +74,7 @@ BAD = {
         "model.seq_length is not known: did you mean training.seq_length?"),
     "a key like no other": ("logging", {"zzz": 1},
         "logging.zzz is not known: use log_num_zeros_in_grad, use_wandb, project_name, run_name, "
-        "metrics_file, trace_file, log_energy or moe_per_layer_logging"),
+        "metrics_file, trace_file, log_energy, log_bound or moe_per_layer_logging"),
     "only warm-up": ("training", {"warmup_steps": 50, "total_train_steps": 50},
         "warmup_steps=50: must be below total_train_steps=50"),
     "a floor above the ceiling": ("training", {"min_learning_rate": 0.1, "learning_rate": 0.01},

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from picotron_min.runtime import export, hugging_face
-from picotron_min.runtime.config import Config
+from picotron_min.runtime.config import Config, Dataset
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.metadata import (
     Metadata,
@@ -218,5 +218,9 @@ def test_a_resume_warns_of_another_text_and_another_tokenizer():
         (warning,) = resume_warnings(saved_by(config), config, DATA | {key: "checksum 3"})
         assert warning.startswith(f'{key} was "{DATA[key]}" and is "checksum 3": from here on')
         assert meaning in warning
+    elsewhere = config.model_copy(update={"dataset": Dataset(name="moved.jsonl")})
+    assert resume_warnings(saved_by(config), elsewhere, DATA) == []
+    (name, _) = resume_warnings(saved_by(config), elsewhere, DATA | {"the text": "other"})
+    assert name.startswith('dataset.name was "stdlib" and is "moved.jsonl": from here on other')
     older = saved_by(config).model_copy(update={"data": {}})  # of a version that noted none
     assert resume_warnings(older, config, DATA) == []
