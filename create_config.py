@@ -80,7 +80,7 @@ def create(arguments: list[str] | None) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """One flag for each key of the schema, empty unless given."""
     parser = argparse.ArgumentParser(
-        description="Flags -> a checked config.json, and what it will cost before anything starts.",
+        description=(__doc__ or "").partition("\n")[0],  # -OO removes docstrings
         usage="%(prog)s --out_dir DIR --exp_name NAME [--dp N --model_name NAME ...]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

@@ -1,4 +1,4 @@
-"""How fast on one GPU, next to transformers' Llama:
+"""How fast on one GPU, next to transformers' models:
 
     python benchmarks/gpu.py                                   all presets
     python benchmarks/gpu.py --presets SmolLM-1.7B --profile traces    and where the time goes
@@ -6,8 +6,8 @@
     python benchmarks/gpu.py --presets tiny --device cpu --steps 2     only to see that it runs
 
 A step is as in train.py, on random tokens: bfloat16 with float32 weights, fused AdamW, clipping,
-the same number of tokens for everybody. Contenders of a preset start from the same weights, and
-their first losses and gradient norms must agree: to compare different work is worth nothing.
+the same number of tokens for each contender. All contenders of a preset start from the same
+weights, and their first losses and gradient norms must agree, or their times say nothing.
 
 Each contender is alone in the GPU's memory, or large micro-batches would not fit, and has the
 micro-batch that is fastest for it: powers of two are tried until one does not fit or is not faster.
@@ -141,6 +141,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="traces, largest kernels")
     options = parser.parse_args(arguments)
     launch.set_environment()
+    if options.profile and PROFILED not in options.only:
+        parser.error(f'--profile profiles {PROFILED}: name "{PROFILED}" in --only')
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU: --device cpu --presets tiny shows that the script runs")
     recorded = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
@@ -157,8 +159,10 @@ def main(arguments: list[str] | None = None) -> None:
                 print(line(result, results) + slower(rows[-1], recorded), flush=True)
                 if options.json:  # each time: the next contender may be cut off
                     options.json.write_text(json.dumps(rows, indent=1))
-            if options.profile and "picotron-min compiled" in options.only:
-                print(profile(work, results, options.profile / f"{name}.json"), flush=True)
+            sizes = {result.contender: result.micro_batch for result in results}
+            if options.profile and PROFILED in sizes:
+                trace = options.profile / f"{name}.json"
+                print(profile(work, sizes[PROFILED], trace), flush=True)
             done = {r.contender: r.done for r in results if r.contender != ALONE}
             common.check_same_work(done, TOLERANCE)
 
@@ -199,12 +203,14 @@ def make_step(who: str, work: Work, size: int) -> Step:
     return build(work, work.workload(size, compile=who.endswith(" compiled")))
 
 
-def profile(work: Work, results: list[Result], trace: Path) -> str:
+PROFILED = "picotron-min compiled"
+
+
+def profile(work: Work, size: int, trace: Path) -> str:
     trace.parent.mkdir(parents=True, exist_ok=True)
-    size = {r.contender: r.micro_batch for r in results}["picotron-min compiled"]
     clean_up(work.device)
     order = f"self_{work.device.type.replace('cuda', 'device')}_time_total"
-    return common.profile(make_step("picotron-min compiled", work, size), order, str(trace))
+    return common.profile(make_step(PROFILED, work, size), order, str(trace))
 
 
 def fastest(who: str, work: Work, make: Callable, sizes: list[int], steps: int) -> Result:

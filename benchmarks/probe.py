@@ -69,7 +69,7 @@ def seconds(statement: str, **names) -> float:
 
 
 def attention() -> str:
-    """The kernel that torch chooses, and its TFLOP/s; others would say why not."""
+    """The kernel that torch chooses for causal attention, and its TFLOP/s in forward."""
     rows = []
     for B, Q, K, S in ((1, 2, 1, 64),) if ON_CPU else ((8, 32, 32, 2048), (2, 32, 8, 8192)):
         q, k, v = (torch.randn(B, n, S, 64, device=DEVICE, dtype=torch.bfloat16) for n in (Q, K, K))

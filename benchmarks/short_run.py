@@ -55,7 +55,7 @@ def main(name: str, keys: str) -> None:
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     rows = [row for row in rows if "step_seconds" in row]
     if code or not rows:
-        raise SystemExit(f"trained nothing: exit code {code}")
+        raise SystemExit(f"trained {len(rows)} steps, then exit code {code}")
     medians = {
         key: statistics.median(row[key] or 0 for row in rows[5:])
         for key in ("tokens_per_second", "mfu", "memory_gb")

@@ -75,7 +75,7 @@ class _HeadLoss(torch.autograd.Function):
             total += losses.sum()
             if wants_gradients:
                 ctx.dx[rows] = gradient @ weight
-                # In float32: many small terms. GPUs add a stripe's without rounding them before.
+                # In float32: many small terms. A GPU adds a stripe's product before it is rounded.
                 if x.is_cuda and x.dtype != total.dtype:
                     torch.addmm(ctx.dw, gradient.T, x[rows], out_dtype=total.dtype, out=ctx.dw)
                 else:

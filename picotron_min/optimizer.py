@@ -70,7 +70,7 @@ def measure_gradient(
         if all(ranks[axis] == 0 for axis in placements[name].copies)
     ]
     device = next(iter(parameters.values())).device
-    if not counted:  # torch has the norm of nothing on the CPU: to copy it would make the host wait
+    if not counted:  # the norm of no tensors would be on the CPU: its copy would make the host wait
         return torch.zeros(2, dtype=torch.float64, device=device)
     # One norm a parameter, then theirs: over the flat buckets, a float32 sum of millions of squares
     # loses three of its seven digits on a CPU.

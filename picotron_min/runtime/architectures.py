@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from picotron_min.extensions import settings
 from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime.config import LARGEST, Numbers, Stretching
+from picotron_min.runtime.config import LARGEST, Numbers, RopeNumbers
 from picotron_min.runtime.wording import choice, mistake
 
 # What all of them have: fields of ModelConfig, and keys with the only value that we compute.
@@ -152,7 +152,7 @@ def _model(name: str, hf: dict) -> ModelConfig:
     numbers = {field: hf[key] for field, key in architecture.keys.items()} | architecture.read(hf)
     if hf["rope_type"] == "llama3":
         given = {field.name: hf.get(field.name) for field in fields(RopeScaling)}
-        numbers["rope_scaling"] = RopeScaling(**dict(Stretching(**given)))
+        numbers["rope_scaling"] = RopeScaling(**dict(RopeNumbers(**given)))
     return ModelConfig(**dict(Numbers(**numbers)))
 
 

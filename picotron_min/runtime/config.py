@@ -37,7 +37,7 @@ LARGEST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10**4)
 LARGEST |= {"num_hidden_layers": 10**4, "num_local_experts": 10**4, "num_nextn_predict_layers": 100}
 TYPES = {"pp_layers": list[PositiveInt] | None, "mlp_only_layers": list[NonNegativeInt]}
 TYPES |= {"betas": Annotated[list[Beta], Field(min_length=2, max_length=2)], "momentum": Beta}
-# A float is 0 or more; these are divisors, or in the exponent of one.
+# Floats may be 0, but not these: the model divides by them.
 POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=1000)]}
 
@@ -78,7 +78,7 @@ class Distributed(section(keys_of(Layout))):  # the layout: tp x cp x pp x dp pr
 
 
 Numbers = section(keys_of(ModelConfig))  # of a model, as they are checked
-Stretching = section(keys_of(RopeScaling))
+RopeNumbers = section(keys_of(RopeScaling))  # likewise
 OVERRIDES = {key: (kind | None, None) for key, (kind, _) in keys_of(ModelConfig).items()}
 del OVERRIDES["rope_scaling"]  # only in a model's own config.json
 OF_MODEL = ("dtype", "flash_attention", "compile", "recompute", "offload", "fp8", "fp8_skip")
@@ -135,7 +135,7 @@ class Logging(section(keys_of(Recipe, "count_zeros"))):  # what is recorded
     metrics_file: Name | None = None  # null: metrics.jsonl in checkpoint.save_dir
     trace_file: Name | None = None  # a Chrome trace of a few steps of the first pipeline
     log_energy: bool = False  # joules of each step: of the GPUs; on CPUs of the whole machine
-    log_bound: Literal[False] = False  # of older files; benchmarks/compare.py measures it
+    log_bound: Literal[False] = False  # no effect: kept so that older files load
     moe_per_layer_logging: bool = False  # metrics of experts also for each layer, as lists
 
 

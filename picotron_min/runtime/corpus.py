@@ -97,7 +97,7 @@ def _suffixes(file: Path) -> list[str]:
     for path in (file, Path(os.path.realpath(file))):
         suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
         if suffixes[-1:] and suffixes[-1] not in COMPRESSION:
-            del suffixes[:-1]  # "v1" of v1.jsonl
+            del suffixes[:-1]  # ".v1" of data.v1.jsonl
         if suffixes and suffixes[0] in READERS and path.is_file():
             return suffixes
     return []
@@ -217,7 +217,7 @@ def _load_rows(dataset: Dataset, corpus: Corpus):
 def _needs(error: ModuleNotFoundError) -> str:
     package = error.name.partition(".")[0]
     remedy = f"run  pip install {package}, or name ids in a .npy or .bin file, which need none"
-    return f"to read it needs the package {package}, which is not installed: {remedy}"
+    return f"package {package} is needed to read it, and is not installed: {remedy}"
 
 
 def _read_rows(rows, dataset: Dataset) -> Iterator[str]:

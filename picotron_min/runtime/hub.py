@@ -7,10 +7,10 @@ from urllib.parse import urlsplit
 
 
 def hub_answers(endpoint: str, seconds: float = 3.0) -> bool:
-    """Whether any of its addresses can be connected to in `seconds`; with a proxy it is yes.
+    """Whether it accepts a connection, each of its addresses within `seconds`; True with a proxy.
 
-    Else the hub's own library retries each file for 25 seconds: its HF_HUB_ETAG_TIMEOUT and
-    HF_HUB_DOWNLOAD_TIMEOUT limit one try. Looking up a name has the system's own time limit.
+    Without this check the hub's own library retries each file for 25 seconds: HF_HUB_ETAG_TIMEOUT
+    and HF_HUB_DOWNLOAD_TIMEOUT limit one try. Looking up a name has the system's own time limit.
     """
     if urllib.request.getproxies():
         return True

@@ -46,13 +46,17 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     found = _tensors(paths, ours, layers_left_out(folder, model_config))
     ours |= {copy: ours[own] for copy, own in copies.items() if copy in found}
     if ours.keys() - found.keys() == {HEAD}:
-        problems.append(f"with model.tie_word_embeddings true it would be {EMBEDDING}")
+        tied = f"with model.tie_word_embeddings true {EMBEDDING} would be used"
+        problems.append(f"{HEAD} is absent there: {tied}")
     for tensor in sorted(ours | found):
         _, key, there = found.get(tensor) or (None, their_name(tensor, model_config), "absent")
         if there != (here := ours.get(tensor, "absent")):
             problems.append(f"{key} is {there} there, and {here} here")
     if problems:
         about = f"model.weights={name} is not the model of this config: does model.name fit it?"
+        further = _prefixes(range(model_config.num_hidden_layers, model_config.num_layers))
+        if any(tensor.startswith(further) for tensor in ours.keys() - found.keys()):
+            about += " For files without prediction layers set num_nextn_predict_layers to 0."
         more = [f"and {len(problems) - 5} more"] * (len(problems) > 5)
         raise ValueError("\n".join([about, *problems[:5], *more]))
     for copy in copies.keys() & found.keys():
@@ -80,9 +84,9 @@ def _tensors(
             if 0 in shape or name.endswith(ignored) or name.startswith(_prefixes(left_out)):
                 continue
             if dtype not in READABLE:
-                shape = f"{dtype}, not one of {', '.join(READABLE)},"
+                shape = f"of dtype {dtype} (readable: {', '.join(READABLE)})"
             if name in found:
-                shape = f"in {found[name][0].name} and in {path.name}"
+                shape = f"twice, in {found[name][0].name} and in {path.name},"
             found[name] = path, key, shape
     return found
 
@@ -150,7 +154,7 @@ def export_hf(
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
-    special["bos_token_id"] = tokenizer.bos_token_id  # also null: left out, it would mean 1
+    special["bos_token_id"] = tokenizer.bos_token_id  # also if null: without it, 1 is assumed
     config = to_hf(model_config) | {"dtype": dtype} | special
     weights = {their_name(name, model_config): part for name, part in weights.items()}
 
@@ -171,6 +175,6 @@ def write_card(folder: Path, rows: dict[str, str], tokenizer: Tokenizer) -> None
     lines += ["A language model trained with picotron-min.", "", "| what | |", "|---|---|"]
     lines += [f"| {key} | {value} |".replace("\n", " ") for key, value in rows.items()]
     if any(tokenizer.adds):
-        adds = "The tokenizer puts ids {} before a text and {} behind it.".format(*tokenizer.adds)
+        adds = "The tokenizer adds ids before a text: {}; after it: {}.".format(*tokenizer.adds)
         lines += ["", f"{adds} Training did not: call it with `add_special_tokens=False`."]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import NamedTuple, TextIO
 import torch
 import torch.distributed as dist
 
+from picotron_min.collectives import as_message
 from picotron_min.mesh import Axes
 from picotron_min.runtime.hub import hub_answers
 
@@ -74,10 +75,10 @@ def print_end(message: str) -> None:
 
 
 class Terminal:
-    """What this process prints to: a stream that never raises, as no run should end for its words.
+    """An output stream that never raises: a print that fails must not end a run.
 
-    A terminal goes away (EIO), its reader ends (EPIPE), the disk of a log is full (ENOSPC), or
-    letters are missing in an encoding: what cannot be written is left out.
+    If the terminal is gone (EIO), its reader has ended (EPIPE) or the disk is full (ENOSPC), the
+    text is dropped. Letters that the encoding lacks are written as escapes.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -99,12 +100,12 @@ class Terminal:
 
 
 def begin_process() -> None:
-    """Let no print end this process, and SIGTERM end it well: until a step there is no work."""
+    """Let no failed print end this process; SIGTERM ends it with 0: it has trained nothing yet."""
     sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _stop_early)
 
 
-def _leave(*_) -> None:
+def _stop_early(*_) -> None:
     if os.environ.get("RANK", "0") == "0":
         print_end(STOPPED_EARLY)
     os._exit(0)
@@ -123,7 +124,7 @@ def exit_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-# What a user can mend. The text of an error of the last kind is "No module named 'wandb'".
+# Errors that a user can mend; the last is a package that is not installed.
 USAGE_ERRORS = (ValueError, OSError, ModuleNotFoundError)
 
 
@@ -253,8 +254,8 @@ def open_communicators(axes: Axes) -> None:
     NCCL makes a communicator when its group is first used, and blocks the host until all members
     come. Two ranks that first come to different groups would wait for each other forever.
     """
-    axis, is_gloo = axes.pp, dist.get_backend() == "gloo"
-    tensor = torch.zeros(1, device="cpu" if is_gloo else axis.device)
+    axis = axes.pp
+    tensor = as_message(torch.zeros(1, device=axis.device), axis)
     for group in (axis.group for axis in axes if axis.size > 1):
         dist.all_reduce(tensor, group=group)  # not collectives.all_reduce, which counts bytes
     # Sends have a communicator of their own for each pair of ranks: (0 1), (1 2), ..., (n-1 0).

@@ -89,11 +89,12 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
     }
 
 
-# What a step learns depends on more; these are the keys whose change is most often a slip.
+# Not all that a step's result depends on: the keys that are most often changed by mistake.
 LEARNED = ("learning_rate", "schedule", "total_train_steps", "weight_decay", "betas")
 LEARNED = [*(f"training.{key}" for key in LEARNED), "model.dtype"]
 
 
+# Where the text is read from: if the text itself is the same, a change is no warning.
 OF_SOURCE = [f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")]
 OF_SOURCE += ["training.num_samples"]
 

@@ -134,7 +134,7 @@ def _start(ranks: list[ForkProcess]) -> None:
 def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
     # A terminal sends Ctrl-C to all processes at once. The parent reports it and kills the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the parent
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's handler
     exit_with_parent()
     listen_on_loopback()
     main(launch)

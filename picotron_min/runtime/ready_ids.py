@@ -1,7 +1,7 @@
 """Ready ids: a file of token ids that another tool has made, mapped into memory and checked.
 
 It is numpy's .npy with one axis of uint16 or uint32; or .bin as nanoGPT's, without a header: of
-uint16, or uint32 if the vocabulary needs it. A .bin does not say what it holds: its bytes must.
+uint16, or uint32 if the vocabulary needs it. A .bin does not say what it holds, so it is examined.
 """
 
 import json
@@ -69,7 +69,10 @@ def _check_start(name: str, is_numpy: bool) -> None:
 
 
 def _check_width(name: str, small: np.ndarray, dtype: str) -> None:
-    """Whether these are halves of wider ids; `small`: if places mod 4 have hardly anything else."""
+    """ValueError for halves or quarters of wider ids.
+
+    small[i]: whether places i, i + 4, i + 8 ... have hardly any numbers but those near 0.
+    """
     for order, upper in {"<": small[1::2], ">": small[::2]}.items():
         if upper.all() and not small.all():
             size = np.dtype(dtype).itemsize

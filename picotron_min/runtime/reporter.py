@@ -182,7 +182,8 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     text, batches = inputs.text, inputs.batches
     if left := text.not_read:
         names = ", ".join(left[:5]) + f" and {len(left) - 5} more" * (len(left) > 5)
-        yield f"{counted(len(left), 'file')} of other kinds in dataset.name not read: {names}"
+        kinds = "of another kind, hidden, or a second name of one that is read"
+        yield f"{counted(len(left), 'file')} of dataset.name not read ({kinds}): {names}"
     if text.with_end_inside:
         what = f"{counted(text.with_end_inside, 'document')} with the end-of-text token inside"
         yield f"{what}: a token of the tokenizer that is written in a text becomes that token"

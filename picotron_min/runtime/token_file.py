@@ -102,7 +102,7 @@ def _write_token_file(folder: Path, config: Config, tokenizer: Tokenizer, corpus
     shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
     aside.mkdir()
     counts = {"num_bytes": 0, "num_documents": 0, "num_tokens": 0, "with_end_inside": 0}
-    checksum, told = 0, time.monotonic()
+    checksum, last_print = 0, time.monotonic()
     try:
         documents = open_documents(config.dataset, corpus)
         with (
@@ -116,9 +116,9 @@ def _write_token_file(folder: Path, config: Config, tokenizer: Tokenizer, corpus
                 checksum = zlib.crc32(written, checksum)
                 for key in counts:
                     counts[key] += getattr(part, key)
-                if time.monotonic() > told + 30:
+                if time.monotonic() > last_print + 30:
                     print(f"tokenised {human(counts['num_tokens'])} tokens of {name}", flush=True)
-                    told = time.monotonic()
+                    last_print = time.monotonic()
         if not counts["num_documents"]:
             raise ValueError(f"dataset {name!r} holds no text")
         metadata = {"dtype": dtype, "checksum": f"{checksum:08x}"}

@@ -76,11 +76,13 @@ class HuggingFaceTokenizer:
         rules = rules.to_str() if rules else str(sorted(vocabulary.items()))
         rules += str(self.eos_token_id)
         self.checksum = f"{zlib.crc32(rules.encode()):08x}"  # to notice another one
-        # What its users get around a text, unless it is the end of the one before, as in training.
+        # Special tokens that it adds before and after a text, for its users. Training has the
+        # end-of-text token before each text, so that one is not counted.
         own, all_ids = self.encode(["a"])[0].tolist(), tokenizer("a")["input_ids"]
         starts = (i for i in range(len(all_ids)) if all_ids[i : i + len(own)] == own)
         before, behind = all_ids[: (at := next(starts, 0))], all_ids[at + len(own) :]
-        self.adds = [] if before == [self.eos_token_id] else before, behind
+        before = [] if before == [self.eos_token_id] else before
+        self.adds = before, behind
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         # verbose would warn of documents that are longer than the model's context.

@@ -134,5 +134,5 @@ def test_a_missing_package_is_named(corpus, monkeypatch):
 
     folder = corpus({"corpus/a.txt.gz": gzip.compress(b"a")})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"a.txt.gz: to read it needs .*pip install pyarrow"):
+    with pytest.raises(ValueError, match=r"a.txt.gz: package pyarrow is needed .*pip install"):
         read(folder)

@@ -273,7 +273,7 @@ def test_mistakes_in_the_weights_of_experts_are_named_as_in_the_files(tmp_path):
     for part in (
         f"{first} is absent there, and (48, 32) here",
         f"{second} is (5, 48) there, and (32, 48) here",
-        f"{router} is in first.safetensors and in model.safetensors there",
+        f"{router} is twice, in first.safetensors and in model.safetensors, there",
     ):
         assert part in str(error.value)
 

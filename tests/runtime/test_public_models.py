@@ -7,6 +7,7 @@ import transformers
 from picotron_min.costs import parameter_count
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
+from picotron_min.extensions.qk_norm.extension import QkNorm
 from picotron_min.extensions.settings import SIZES, ModelConfig, Routing
 from picotron_min.model import Llama
 from picotron_min.model_config import RopeScaling
@@ -26,6 +27,8 @@ def test_presets_have_the_parameters_that_transformers_builds(name):
     with torch.device("meta"):
         ours = Llama(model_config)
         apply_moe(ours, Routing(), RoutingCounts(model_config, torch.device("meta")))
+        if model_config.qk_norm:
+            QkNorm().swap(ours)
         their_config = transformers.AutoConfig.for_model(**to_hf(model_config))
         theirs = transformers.AutoModelForCausalLM.from_config(their_config)
     theirs.tie_weights()  # 5.0 did not, without memory
