@@ -137,7 +137,7 @@ def test_a_tied_model_takes_a_head_that_equals_its_embedding_and_no_other(tmp_pa
 def test_tied_weights_for_an_untied_model_are_refused_with_the_remedy(tmp_path):
     write_theirs(tmp_path, tied=True)
     untied = resolve_model(make_config(model=SHAPE))
-    with pytest.raises(ValueError, match=r"lm_head.weight is absent .* tie_word_embeddings true "):
+    with pytest.raises(ValueError, match=r"lm_head.weight is absent .*tie_word_embeddings true "):
         find_weights(str(tmp_path), untied, {"tie_word_embeddings"})
 
 
