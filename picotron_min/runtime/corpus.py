@@ -197,10 +197,9 @@ def _load_rows(dataset: Dataset, corpus: Corpus):
         import datasets
 
         if corpus.kind == "hub":
-            rows = datasets.load_dataset(name, subset, split=split)
+            splits = {split: datasets.load_dataset(name, subset, split=split)}
         else:
             splits = datasets.load_from_disk(name)
-            rows = _split(splits if isinstance(splits, dict) else {"train": splits}, dataset)
     except ModuleNotFoundError as error:
         raise ValueError(f"dataset {name!r}: {_needs(error)}") from None
     except Exception as error:  # of many kinds
@@ -210,6 +209,7 @@ def _load_rows(dataset: Dataset, corpus: Corpus):
             problem += f" (of the hub, subset {subset!r}, split {split!r}). Check the spelling and"
             problem += ' network, or set dataset.name to "stdlib" or a local file'
         raise ValueError(problem) from error
+    rows = _split(splits if isinstance(splits, dict) else {"train": splits}, dataset)
     column = dataset.text_column
     return rows.select_columns(column) if column in rows.column_names else rows
 

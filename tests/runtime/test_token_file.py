@@ -263,6 +263,8 @@ def test_the_mask_of_documents_needs_ids_in_which_documents_end(prepare, tmp_pat
 def test_options_choose_documents(prepare, tmp_path):
     saved = write_dataset("saved splits", tmp_path / "saved")
     assert bytes(prepare(saved, split="test").tokens[:-1].tolist()) == b"other"
+    with pytest.raises(ValueError, match=r"^dataset '.*saved' has no split 'dev': .* \['test', 't"):
+        prepare(saved, split="dev")
     path = write_jsonl(tmp_path / "a.jsonl", column="body")
     assert prepare(path, text_column="body", num_samples=1).num_documents == 1
     assert prepare(path, text_column="body", num_samples=9).num_documents == 3
