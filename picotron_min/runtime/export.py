@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from picotron_min.checkpoint import load
-from picotron_min.runtime.config_checks import uses_hub
 from picotron_min.runtime.hugging_face import export_hf, write_card
 from picotron_min.runtime.launch import begin_process, exit_on_usage_error, set_environment
 from picotron_min.runtime.metadata import read_metadata
@@ -27,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{options.folder} exists: name another folder, or delete it")
         metadata = read_metadata(options.checkpoint, option="the argument `checkpoint`")
         config = metadata.config
-        set_environment(uses_hub=uses_hub(config))
+        set_environment()
         tokenizer = load_tokenizer(config.tokenizer)
         dtype = getattr(torch, config.model.dtype)
         weights = _empty(metadata.model.parameter_shapes(), dtype)

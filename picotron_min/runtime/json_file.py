@@ -1,33 +1,24 @@
-"""An object in a JSON file: config.json, ours and Hugging Face's, and state.json."""
+"""An object in a JSON file: config.json, ours and Hugging Face's, and what tokens are made from."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
+from picotron_min.runtime.wording import explained
+
 
 def read_json(path: Path) -> dict:
     """ValueError with the place of the mistake unless the file holds an object."""
-    try:
-        raw = parse_json(text := path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except json.JSONDecodeError as e:
-        line = text.split("\n")[e.lineno - 1].replace("\t", " ")  # a tab is one column, as in e
-        caret = " " * (e.colno - 1) + "^"
-        raise ValueError(f"{path} is not JSON: {e}\n    {line}\n    {caret}") from None
-    except ValueError as error:
-        raise ValueError(f"cannot read {path} as JSON in UTF-8: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold one object, {{ ... }}, not {text.strip()[:60]}")
+    with explained(f"cannot read {path} as JSON"):
+        raw = parse_json(path.read_text(encoding="utf-8-sig"))
+        if not isinstance(raw, dict):
+            raise ValueError(f"it must hold one object, {{ ... }}, not {str(raw)[:60]}")
     return raw
 
 
 def parse_json(text: str) -> object:
-    """ValueError also for a repeated key."""
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError("brackets are nested too deep") from None
+    """ValueError also for a repeated key, of which json would take the last."""
+    return json.loads(text, object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from picotron_min.collectives import as_message
 from picotron_min.mesh import Axes
-from picotron_min.runtime.hub import hub_answers
 
 
 class Launch(NamedTuple):
@@ -148,7 +147,7 @@ def exit_on_usage_error() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool = False) -> None:
+def set_environment(tokenizers_parallelism: bool | None = None) -> None:
     """Set variables for this process and those it starts, before it touches a GPU."""
     # Memory in segments that can grow: fixed ones end up in pieces too small for a large tensor.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
@@ -163,8 +162,6 @@ def set_environment(tokenizers_parallelism: bool | None = None, uses_hub: bool =
         raise ValueError(f"{problem}: unset it, or name one of {', '.join(known)}")
     if tokenizers_parallelism is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
-    if uses_hub and not hub_answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co")):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is cached works, the rest fails at once
 
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # through which gloo connects

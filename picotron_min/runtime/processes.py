@@ -48,7 +48,6 @@ def start_run(
 
     Under torchrun this is one of the processes; without, it starts as many as the config needs.
     """
-    from picotron_min.runtime.config_checks import uses_hub
     from picotron_min.runtime.config_file import load_config
 
     begin_process()
@@ -58,7 +57,7 @@ def start_run(
     with exit_on_usage_error():
         launch = torchrun_launch()
         config = load_config(path, processes=launch and launch.world_size)
-        set_environment(config.environment.TOKENIZERS_PARALLELISM, uses_hub(config))
+        set_environment(config.environment.TOKENIZERS_PARALLELISM)
     set_allocator(returns=config.layout.sharding != "none")
     # What every rank imports, here once: 8 ranks would take 8 times as long on a few cores.
     import picotron_min.runtime.reporter  # noqa: F401

@@ -10,6 +10,8 @@ import zlib
 
 import numpy as np
 
+from picotron_min.runtime.wording import explained
+
 PART = 2**24  # ids that are looked at together: a file may be larger than memory
 # Tools that write a header before the ids: its bytes, and how it begins.
 HEADERS = [("llm.c", 1024, np.int32(version).tobytes()) for version in (20240520, 20240801)]
@@ -22,7 +24,7 @@ def open_ids(name: str, vocab_size: int, end_of_text: int) -> tuple[np.ndarray, 
     ValueError, with the command that converts them, for ids in another form.
     """
     dtype, is_numpy = "uint16" if vocab_size <= 2**16 else "uint32", name.endswith(".npy")
-    try:
+    with explained(f"dataset.name={name} cannot be read"):
         _check_start(name, is_numpy)
         tokens = np.load(name, mmap_mode="r") if is_numpy else np.memmap(name, dtype, mode="r")
         if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
@@ -40,8 +42,6 @@ def open_ids(name: str, vocab_size: int, end_of_text: int) -> tuple[np.ndarray, 
             raise ValueError("it has no id but 0: copy it again, or make it anew")
         if rows > 8:  # of less nothing can be said
             _check_width(name, small > 0.9 * rows, dtype)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"dataset.name={name} cannot be read: {error}") from None
     if largest >= vocab_size:
         problem = f"dataset.name={name}, read as {tokens.dtype}, has the token id {largest}, and"
         remedy = "set model.vocab_size, or dataset.tokenizer to its maker's, or convert the ids"
@@ -53,19 +53,13 @@ def _check_start(name: str, is_numpy: bool) -> None:
     with open(name, "rb") as file:
         start = file.read(8)
     if start.startswith(b"\x93NUMPY") != is_numpy:
-        if is_numpy:
-            raise ValueError(
-                "it does not begin as numpy's files: if it holds ids, rename it to .bin"
-            )
-        raise ValueError("it begins as numpy's files: rename it to .npy")
-    if start.startswith(b"PK"):
-        raise ValueError("it is an archive of numpy or torch: write one array of ids")
+        begins, other = ("does not begin", ".bin") if is_numpy else ("begins", ".npy")
+        raise ValueError(f"it {begins} as numpy's files: if it holds ids, rename it to {other}")
     for tool, size, mark in HEADERS:
         if start.startswith(mark):
             cut = f"tail -c +{size + 1} {shlex.quote(name)} > ids.bin"
-            raise ValueError(
-                f"it begins with {size:,} bytes that {tool} puts before ids: run  {cut}"
-            )
+            begins = f"it begins with {size:,} bytes that {tool} puts before ids"
+            raise ValueError(f"{begins}: run  {cut}")
 
 
 def _check_width(name: str, small: np.ndarray, dtype: str) -> None:

@@ -6,26 +6,27 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from filelock import FileLock
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.corpus import Corpus, find_corpus, open_documents
 from picotron_min.runtime.json_file import read_json, write_json
-from picotron_min.runtime.launch import exit_with_parent
 from picotron_min.runtime.ready_ids import open_ids
 from picotron_min.runtime.tokenizer import Tokenizer
-from picotron_min.runtime.wording import human
+from picotron_min.runtime.wording import explained, human
 
 VERSION = 4  # of what is written
-BATCH = 2**20  # characters that are encoded together
+BATCH = 64  # documents that are encoded together
 
 
 class TokenFile(NamedTuple):
@@ -59,7 +60,8 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
         return _open_ids(config, tokenizer, vocab_size)
     corpus = find_corpus(config.dataset)
     folder = Path(config.dataset.cache_dir, _cache_key(config, tokenizer, corpus.files))
-    try:
+    problem = f"dataset.cache_dir={config.dataset.cache_dir} cannot be used"
+    with explained(problem, "mend that, or name another folder", of=OSError):
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             # A file lock, not a process group: it works before there is one, across nodes with or
@@ -67,11 +69,7 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
             with FileLock(folder.with_suffix(".lock")):
                 if not folder.exists():
                     _write_token_file(folder, config, tokenizer, corpus)
-        text = _open_token_file(folder)
-    except OSError as error:  # those of the corpus are ValueErrors
-        problem = f"dataset.cache_dir={config.dataset.cache_dir} cannot be used ({error})"
-        raise ValueError(f"{problem}: mend that, or name another folder") from error
-    return text._replace(not_read=tuple(corpus.not_read))
+        return _open_token_file(folder)._replace(not_read=tuple(corpus.not_read))
 
 
 def _open_ids(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFile:
@@ -101,31 +99,29 @@ def _write_token_file(folder: Path, config: Config, tokenizer: Tokenizer, corpus
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"  # 2 bytes halve the stream
     shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
     aside.mkdir()
-    counts = {"num_bytes": 0, "num_documents": 0, "num_tokens": 0, "with_end_inside": 0}
-    checksum, last_print = 0, time.monotonic()
-    try:
+    counts, checksum, last_print = Counter(), 0, time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, aside, ignore_errors=True)  # after a mistake in the corpus
         documents = open_documents(config.dataset, corpus)
+        documents = islice(documents, config.training.num_samples)
         with (
             open(aside / "tokens.bin", "wb") as tokens,
             open(aside / "documents.bin", "wb") as ends,
         ):
-            for part in _encoded(documents, config, tokenizer):
+            for part in _encoded(documents, config.dataset.num_proc, tokenizer):
                 (counts["num_tokens"] + part.lengths.cumsum(dtype=np.int64)).tofile(ends)
                 written = part.ids.astype(dtype).tobytes()
                 tokens.write(written)
                 checksum = zlib.crc32(written, checksum)
-                for key in counts:
-                    counts[key] += getattr(part, key)
+                counts.update(part.counts)
                 if time.monotonic() > last_print + 30:
                     print(f"tokenised {human(counts['num_tokens'])} tokens of {name}", flush=True)
                     last_print = time.monotonic()
-        if not counts["num_documents"]:
+        if not counts:
             raise ValueError(f"dataset {name!r} holds no text")
-        metadata = {"dtype": dtype, "checksum": f"{checksum:08x}"}
-        write_json(aside / "metadata.json", counts | metadata)
+        more = {"dtype": dtype, "checksum": f"{checksum:08x}"}
+        write_json(aside / "metadata.json", {**counts, **more})
         os.replace(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 class Part(NamedTuple):
@@ -133,76 +129,33 @@ class Part(NamedTuple):
 
     ids: np.ndarray  # of all of them, one after another
     lengths: np.ndarray  # of each
-    num_bytes: int  # of their text in UTF-8
-    with_end_inside: int
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
+    counts: dict[str, int]
 
 
-def _encoded(
-    documents: Callable[[], Iterator[str]], config: Config, tokenizer: Tokenizer
-) -> Iterator[Part]:
-    """The ids of all documents, in order, made by dataset.num_proc processes."""
-    num_samples, num_proc = config.training.num_samples, config.dataset.num_proc
-    parts = Encoded(lambda: _batches(islice(documents(), num_samples)), tokenizer)
-    # 1 would start a process. With a generator of its own it draws nothing from torch's.
-    options = {"num_workers": num_proc, "multiprocessing_context": "fork"} if num_proc > 1 else {}
-    options |= {"worker_init_fn": lambda _: exit_with_parent()}
-    options |= {"collate_fn": lambda part: part, "generator": torch.Generator()}
-    for part in DataLoader(parts, batch_size=None, **options):
-        if isinstance(part, ValueError):
-            raise part
-        yield part
-
-
-class Encoded(IterableDataset):
-    """Each of n processes reads the whole corpus, and encodes every n-th batch of documents."""
-
-    def __init__(self, batches: Callable[[], Iterator[list[str]]], tokenizer: Tokenizer) -> None:
-        self.batches, self.tokenizer = batches, tokenizer
-
-    def __iter__(self) -> Iterator[Part | ValueError]:
-        worker = get_worker_info()
-        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
-        try:
-            for texts in islice(self.batches(), first, None, every):
-                yield _encode(texts, self.tokenizer)
-        except ValueError as error:  # if it were raised, torch would make its message a traceback
-            yield error
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for text in filter(None, documents):  # an empty document would be a lone end-of-text
-        batch.append(text)
-        if (size := size + len(text)) >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _encoded(documents: Iterator[str], num_proc: int, tokenizer: Tokenizer) -> Iterator[Part]:
+    """The ids of all documents, in order, made by `num_proc` threads."""
+    documents = filter(None, documents)  # an empty document would be a lone end-of-text
+    batches = iter(lambda: [*islice(documents, BATCH)], [])
+    with ThreadPoolExecutor(num_proc) as threads:
+        while some := [*islice(batches, num_proc)]:
+            yield from threads.map(partial(_encode, tokenizer=tokenizer), some)
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> Part:
     end, ids = np.uint32(tokenizer.eos_token_id), tokenizer.encode(texts)
     with_end = sum(bool((row == end).any()) for row in ids)
     ids = [np.append(row, end) for row in ids]
-    num_bytes = sum(len(text.encode()) for text in texts)
-    return Part(np.concatenate(ids), np.array([*map(len, ids)]), num_bytes, with_end)
+    lengths, num_bytes = np.array([*map(len, ids)]), sum(len(text.encode()) for text in texts)
+    counts = {"num_tokens": int(lengths.sum()), "num_documents": len(ids), "num_bytes": num_bytes}
+    return Part(np.concatenate(ids), lengths, counts | {"with_end_inside": with_end})
 
 
 def _open_token_file(folder: Path) -> TokenFile:
     metadata = read_json(folder / "metadata.json")
-    tokens = np.memmap(folder / "tokens.bin", dtype=metadata["dtype"], mode="r")
+    tokens = np.memmap(folder / "tokens.bin", dtype=metadata.pop("dtype"), mode="r")
     ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
-    expected = metadata["num_tokens"], metadata["num_documents"], metadata["num_tokens"]
-    if (found := (len(tokens), len(ends), int(ends[-1]))) != expected:
-        what = f"tokens, documents and the end of the last are {found} instead of {expected}"
+    expected = metadata.pop("num_tokens"), metadata["num_documents"]
+    if (found := (len(tokens), len(ends))) != expected:
+        what = f"tokens and documents are {found} instead of {expected}"
         raise ValueError(f"{folder} is damaged: {what}. Delete it, and it will be made again")
-    more = {key: metadata[key] for key in ("checksum", "with_end_inside")}
-    return TokenFile(tokens, metadata["num_bytes"], metadata["num_documents"], ends, **more)
+    return TokenFile(tokens, ends=ends, **metadata)

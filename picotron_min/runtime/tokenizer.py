@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import write_json
+from picotron_min.runtime.wording import explained
 
 
 class BytesTokenizer:
@@ -14,7 +16,7 @@ class BytesTokenizer:
 
     vocab_size = 257  # the largest id + 1: vocabularies can have gaps
     eos_token_id = 256  # end of text, which separates documents
-    bos_token_id, adds, checksum = None, ([], []), "of bytes"  # as below
+    bos_token_id, adds, checksum = None, (), "of bytes"  # as below
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, unsigned, with no special tokens added."""
@@ -40,6 +42,7 @@ class BytesTokenizer:
         write_json(folder / "tokenizer_config.json", settings)
 
 
+FILES = ("*.json", "*.model", "*.txt", "*.tiktoken")  # of a tokenizer on the hub
 # As in public models, for tokenizers whose files do not name theirs.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<|eos|>")
 
@@ -50,39 +53,31 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        source = _folder_or_file(name)
-        try:
+        remedy = "check its files, or set dataset.tokenizer to bytes"
+        with explained(f"cannot load tokenizer {name!r}", remedy):
+            source = name if os.path.exists(name) else fetch(name, *FILES)
             if os.path.isfile(source):
                 tokenizer = PreTrainedTokenizerFast(tokenizer_file=source)
-            else:  # a folder, or on the hub
+            else:
                 tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except Exception as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".: ")
-            remedy = "Check its files, or spelling and network, or set dataset.tokenizer to bytes"
-            raise ValueError(f"cannot load tokenizer {name!r}: {reason}. {remedy}") from error
         vocabulary = tokenizer.get_vocab()
         if tokenizer.eos_token_id is None:
             tokenizer.eos_token = next((t for t in END_OF_TEXT if t in vocabulary), None)
         if tokenizer.eos_token_id is None:
-            folder = source if os.path.isdir(source) else "a folder with it as tokenizer.json"
             problem = f"tokenizer {name!r} has no end-of-text token to put between documents"
-            remedy = f'{{"eos_token": "{END_OF_TEXT[0]}"}} to tokenizer_config.json in {folder}'
+            remedy = f'write {{"eos_token": "{END_OF_TEXT[0]}"}} to tokenizer_config.json beside'
+            remedy += " its tokenizer.json, and name their folder"
             special = ", ".join(tokenizer.get_added_vocab()) or "none"
-            raise ValueError(f"{problem}: write {remedy}; or one of its own ({special})")
+            raise ValueError(f"{problem}: {remedy}; or one of its own ({special})")
         self._tokenizer, self.eos_token_id = tokenizer, tokenizer.eos_token_id
         self.vocab_size = max(self.eos_token_id, *vocabulary.values()) + 1
         self.bos_token_id = tokenizer.bos_token_id
-        rules = getattr(tokenizer, "backend_tokenizer", None)
+        rules = getattr(tokenizer, "backend_tokenizer", None)  # without, it is written in Python
         rules = rules.to_str() if rules else str(sorted(vocabulary.items()))
-        rules += str(self.eos_token_id)
-        self.checksum = f"{zlib.crc32(rules.encode()):08x}"  # to notice another one
-        # Special tokens that it adds before and after a text, for its users. Training has the
-        # end-of-text token before each text, so that one is not counted.
-        own, all_ids = self.encode(["a"])[0].tolist(), tokenizer("a")["input_ids"]
-        starts = (i for i in range(len(all_ids)) if all_ids[i : i + len(own)] == own)
-        before, behind = all_ids[: (at := next(starts, 0))], all_ids[at + len(own) :]
-        before = [] if before == [self.eos_token_id] else before
-        self.adds = before, behind
+        self.checksum = f"{zlib.crc32(rules.encode(), self.eos_token_id):08x}"  # to notice another
+        # Special tokens that it adds to a text, for its users. Training has the end-of-text token
+        # around each text, so that one is not counted.
+        self.adds = [i for i in tokenizer("")["input_ids"] if i != self.eos_token_id]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         # verbose would warn of documents that are longer than the model's context.
@@ -99,9 +94,3 @@ Tokenizer = BytesTokenizer | HuggingFaceTokenizer
 def load_tokenizer(name: str) -> Tokenizer:
     """`bytes`, a local folder, a .json file of the `tokenizers` library, or a hub id."""
     return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
-
-
-def _folder_or_file(name: str) -> str:
-    """A tokenizer.json is read as its folder, which has settings beside it."""
-    folder, file = os.path.split(name)
-    return (folder or ".") if file == "tokenizer.json" and os.path.isfile(name) else name

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 def shown(value: object) -> str:
@@ -29,6 +30,18 @@ def mistake(error: dict) -> str:
         return f"{where} {what}".strip()
     what = re.sub(r"^\w+ should", "must", what.replace(" or instance of", " for"))
     return f"{where}={shown(error['input'])}: {what}".lstrip("=")
+
+
+@contextmanager
+def explained(problem: str, remedy: str = "", of: type = Exception) -> Iterator[None]:
+    """Raise what readers and libraries raise, of a dozen kinds, as one ValueError for the user."""
+    try:
+        yield
+    except of as error:
+        reason = str(error).replace("\n", " ") or type(error).__name__
+        if hasattr(error, "errors"):  # pydantic's, about several values
+            reason = "; ".join(map(mistake, error.errors()))
+        raise ValueError(": ".join(filter(None, (problem, reason, remedy)))) from error
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,0 +1,100 @@
+"""Tokenizers: what they make of a text, what they are refused for, and what is exported."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from picotron_min.runtime.tokenizer import BytesTokenizer, load_tokenizer
+
+
+def save_word_tokenizer(folder: Path, words: int | dict, puts: str | None = None, end="w8") -> str:
+    """A folder as transformers writes it; `puts` is a word put before each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(words)} if isinstance(words, int) else words
+    backend, special = Tokenizer(models.WordLevel(words, "w0")), {"eos_token": end}
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if puts:
+        front = [(puts, words[puts])]
+        backend.post_processor = processors.TemplateProcessing(f"{puts} $A", None, front)
+        special["bos_token"] = puts
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    return str(folder)
+
+
+def train_tokenizer(path: Path, special_tokens=()):
+    """What a user of the `tokenizers` library has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    options = {"special_tokens": list(special_tokens), "show_progress": False}
+    options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=262, **options)
+    backend.train_from_iterator(["the cat and the dog"] * 9, trainer)
+    path.parent.mkdir(exist_ok=True)
+    backend.save(str(path))
+    return backend
+
+
+def test_the_saved_bytes_tokenizer_gives_the_bytes_back(tmp_path):
+    from transformers import AutoTokenizer
+
+    text = " \n\n\t leading, isn't it é 日本 😀 \x00\r\n" + "".join(map(chr, range(999)))
+    BytesTokenizer().save(tmp_path)
+    # Beside a Llama's config, as in a finished model's folder, which must not change its class.
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 257}')
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode()) == BytesTokenizer().encode([text])[0].tolist()
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
+    assert tokenizer.decode([65, 256], skip_special_tokens=True) == "A"
+
+
+def test_a_tokenizer_shows_what_it_adds_and_a_checksum_of_its_rules(tmp_path):
+    """BOS may be put before a text, and then also be the end of the one before."""
+    given = {"plain": (9,), "bos": (9, "w7"), "same": (9, "w8"), "other": (10,)}
+    plain, bos, same, other = (
+        load_tokenizer(save_word_tokenizer(tmp_path / name, *how)) for name, how in given.items()
+    )
+    assert [t.bos_token_id for t in (plain, bos, same)] == [None, 7, 8]
+    assert [t.adds for t in (plain, bos, same)] == [[], [7], []]  # the last as GPT-2's
+    assert load_tokenizer(str(tmp_path / "plain")).checksum == plain.checksum
+    assert len({t.checksum for t in (plain, bos, other, BytesTokenizer())}) == 4
+
+
+@pytest.mark.parametrize("name,end", [("mine.json", "<|endoftext|>"), ("folder", "[EOS]")])
+def test_a_tokenizer_of_the_tokenizers_library_is_used_as_it_is(name, end, tmp_path):
+    file = tmp_path / name / "tokenizer.json" if name == "folder" else tmp_path / name
+    backend = train_tokenizer(file, ["[PAD]", end])
+    tokenizer = load_tokenizer(str(tmp_path / name))
+    (ids,) = tokenizer.encode(["the dog"])
+    assert ids.tolist() == backend.encode("the dog").ids
+    assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 262)
+    tokenizer.save(tmp_path / "exported")
+    assert load_tokenizer(str(tmp_path / "exported")).eos_token_id == 1
+
+
+def test_the_line_that_is_asked_for_gives_a_tokenizer_its_end_of_text(tmp_path):
+    train_tokenizer(tmp_path / "tokenizer.json", ["<pad>"])
+    with pytest.raises(ValueError, match=r"name their folder; or one of its own \(<pad>\)") as no:
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    line, file = re.search(r"write (\{.*\}) to (\S+) beside", str(no.value)).groups()
+    (tmp_path / file).write_text(line)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (262, 263)  # a new id
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "other.json").write_text('{"hello": 1}')
+    cut = Path(save_word_tokenizer(tmp_path / "cut", 10), "tokenizer.json")
+    cut.write_bytes(cut.read_bytes()[:50])
+    for name in map(str, (tmp_path / "other.json", tmp_path / "cut", tmp_path, "owner/nothing")):
+        with pytest.raises(ValueError, match=f"cannot load tokenizer '{name}': .* set dataset.tok"):
+            load_tokenizer(name)
