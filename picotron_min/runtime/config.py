@@ -13,13 +13,13 @@ from operator import attrgetter
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
-from pydantic.types import NonNegativeInt, PositiveInt
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routing, Workload
 from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.public_models import tokenizer_of
 
-Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
+Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[Text, AfterValidator(os.path.expanduser)]  # built-in, path, or hub id owner/name
 OptionalName = Annotated[Name | None, BeforeValidator(lambda v: None if v == "" else v)]  # "": null
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -30,16 +30,15 @@ KEY = {axis: f"{axis}_size" for axis in AXES}
 KEY |= {"num_micro_batches": "gradient_accumulation_steps", "fused": "use_fused_adam"}
 KEY |= {"flash_attention": "use_flash_attention", "count_zeros": "log_num_zeros_in_grad"}
 
-# What the types of fields leave open. Larger numbers, far above any use, are slips such as 10**12.
-LARGEST = {"total_train_steps": 10**8 - 1}  # a checkpoint's name has eight digits
-LARGEST |= dict.fromkeys((*AXES, "pp_chunks", "micro_batch_size", "num_micro_batches"), 10**5)
-LARGEST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10**4)
-LARGEST |= {"num_hidden_layers": 10**4, "num_local_experts": 10**4, "num_nextn_predict_layers": 100}
+# What the types of fields leave open.
+MOST = 10**8 - 1  # of any whole number: a step has eight digits in a checkpoint's name
 TYPES = {"pp_layers": list[PositiveInt] | None, "mlp_only_layers": list[NonNegativeInt]}
 TYPES |= {"betas": Annotated[list[Beta], Field(min_length=2, max_length=2)], "momentum": Beta}
-# Floats may be 0, but not these: the model divides by them.
-POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=1000)]}
+# Floats may be 0, but not these: the model divides by them.
+TYPES |= dict.fromkeys(
+    ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), PositiveFloat
+)
 
 
 class Section(
@@ -56,10 +55,9 @@ def keys_of(kind: type, *names: str, **defaults) -> dict[str, tuple]:
         annotation = TYPES.get(name, field.type)
         if annotation in (int, int | None):  # where 0 is the default, it means none
             least = 0 if field.default == 0 else 1
-            annotation = Annotated[annotation, Field(ge=least, le=LARGEST.get(name, 10**9))]
+            annotation = Annotated[annotation, Field(ge=least, le=MOST)]
         elif annotation in (float, float | None):  # null, where it is allowed, means none
-            may_be_0 = annotation is float and name not in POSITIVE
-            least = {"ge": 0} if may_be_0 else {"gt": 0}
+            least = {"ge": 0} if annotation is float else {"gt": 0}
             annotation = Annotated[annotation, Field(**least, le=10**12)]
         default = defaults.get(name, field.default)
         default = list(default) if isinstance(default, tuple) else default
@@ -116,7 +114,7 @@ class Dataset(section(keys_of(Workload, "document_mask", "packing"))):  # the te
     text_column: Text = "text"  # of documents
     tokenizer: OptionalName = None  # bytes, a folder, a .json file, or a hub id; null: the model's
     num_workers: NonNegativeInt = 0  # picotron's; unused: tokens are read from mapped memory
-    num_proc: int = Field(1, ge=1, le=1024)  # processes that tokenize
+    num_proc: int = Field(1, ge=1, le=1024)  # threads that tokenize
     cache_dir: Name = "~/.cache/picotron_min"  # tokenized text, kept between runs
 
 

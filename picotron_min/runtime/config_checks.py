@@ -16,7 +16,7 @@ from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.model_checks import model_problems
 from picotron_min.runtime.public_models import PRESETS, find_preset
-from picotron_min.runtime.wording import choice, divisors
+from picotron_min.runtime.wording import choice, divisors, explained
 
 
 def problems_of(config: Config) -> Iterator[str]:
@@ -26,8 +26,8 @@ def problems_of(config: Config) -> Iterator[str]:
     try:
         if is_known_here(config.model.name):
             resolve_model(config)
-    except ConfigError as error:
-        yield from error.problems
+    except ValueError as error:
+        yield from getattr(error, "problems", [str(error)])
 
 
 def _training_problems(config: Config) -> Iterator[str]:
@@ -91,28 +91,16 @@ def _name_problems(config: Config) -> Iterator[str]:
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
-    start = config.checkpoint.load_path or "latest"
-    is_near = start != "latest" and difflib.get_close_matches(start, ["latest"])
-    if is_near and not os.path.exists(start):
-        yield f'checkpoint.load_path={start}: there is no such folder: did you mean "latest"?'
-    for key in ("dataset.cache_dir", "checkpoint.save_dir"):
-        if (path := attrgetter(key)(config)).startswith("~"):
-            yield f"{key}={path}: no home folder is known: set HOME, or write it in full"
 
 
 def _path_problems(config: Config) -> Iterator[str]:
     """What a run writes is in places of its own."""
-    save_dir, taken = os.path.realpath(config.checkpoint.save_dir), set()
-    files = {"metrics_file": config.metrics_file, "trace_file": config.logging.trace_file}
-    for key, name in ((key, name) for key, name in files.items() if name):
-        path = Path(os.path.realpath(name))
-        inside = path.relative_to(save_dir).parts if path.is_relative_to(save_dir) else ("",)
-        if path in taken or re.fullmatch(OWN, inside[0]):
-            yield f"{key}={name}: the run itself writes {path} or its folder: name another file"
-        taken.add(path)
-
-
-OWN = r"step-\d{8}|hf|earlier-\d+|run\.jsonl|\..+"  # in save_dir: see folders.py
+    save_dir, taken = config.checkpoint.save_dir, {}
+    paths = {"save_dir": save_dir, "run.jsonl": os.path.join(save_dir, "run.jsonl")}
+    paths |= {"metrics_file": config.metrics_file, "trace_file": config.logging.trace_file}
+    for key, name in paths.items():
+        if name and (other := taken.setdefault(os.path.realpath(name), key)) != key:
+            yield f"{key}={name}: the run itself writes {other} there: name another file"
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
@@ -139,26 +127,19 @@ def is_known_here(model_name: str) -> bool:
     return bool(find_preset(model_name)) or not _on_hub(model_name)
 
 
-def uses_hub(config: Config) -> bool:
-    names = [config.model.weights, config.dataset.name, config.tokenizer]
-    return not is_known_here(config.model.name) or any(name and _on_hub(name) for name in names)
-
-
 def resolve_model(config: Config) -> ModelConfig:
-    """The numbers of `model.name` with the overrides; ConfigError if they do not fit the run.
+    """The numbers of `model.name` with the overrides; ValueError if they do not fit the run.
 
     A preset comes before a folder of the same name (write ./name), a folder before a hub id.
     """
     name = config.model.name
-    try:
+    with explained(f"model.name={name}"):
         if not (model_config := find_preset(name)):
             if problem := _missing(name, [preset.split("/")[-1] for preset in PRESETS]):
                 raise ValueError(problem)
             folder = fetch(name, "config.json") if _on_hub(name) else Path(name)
             model_config = from_hf(read_json(folder / "config.json"))
         model_config = model_config.override(**config.model.overrides)
-    except ValueError as error:
-        raise ConfigError(f"model.name={name}: {error}") from None
     if problems := [*model_problems(config, model_config), *_bytes_problems(config, model_config)]:
         raise ConfigError(*problems)
     return model_config

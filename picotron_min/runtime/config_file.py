@@ -1,12 +1,10 @@
-"""config.json read and checked: every mistake in it is reported at once, in plain words.
+"""config.json read and checked: all mistakes of its keys are reported at once, in plain words.
 
 Without torch, so that it takes no time and happens before any process starts.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -41,35 +39,26 @@ def _launch_problems(config: Config, processes: int | None, path) -> Iterator[st
 
 
 def parse_config(raw: dict, *checks: Callable[[Config], Iterable[str]]) -> Config:
-    """Check a config given as a dict; ConfigError with all that the schema and the checks find."""
-    problems, bad, good = [], set(), deepcopy(raw)
+    """Check a config given as a dict: each key, then if all are well formed, what fits the others.
+
+    ConfigError with all that is wrong.
+    """
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        for e in error.errors():
-            section, *key = path = e["loc"][:2]
-            problems.append(_describe(e))
-            bad |= {f"{section}.{name}" for name in key or SECTIONS.get(section, {})}
-            (good[section] if key else good).pop(path[-1], None)
-        config = Config.model_validate(good)  # with defaults for what is bad, to check the rest
-    # A problem that names a bad key, with or without its section, is about the key's default.
-    bad |= {where.split(".")[1] for where in bad}
-    for check in (*checks, problems_of):
-        problems += [p for p in check(config) if bad.isdisjoint(re.findall(r"([\w.]+)=", p))]
-    if problems:
+        raise ConfigError(*map(_describe, error.errors())) from None
+    if problems := [p for check in (*checks, problems_of) for p in check(config)]:
         raise ConfigError(*dict.fromkeys(problems))
     return config
 
 
 def _describe(error: dict) -> str:
     """One of pydantic's errors, with the remedy for what users often write."""
-    kind, value = error["type"], error["input"]
-    if kind == "extra_forbidden":
+    if (kind := error["type"]) == "extra_forbidden":
         return _unknown(*error["loc"])
     if kind == "none_required":  # HF_TOKEN
         return "environment.HF_TOKEN must be null: delete it, and run  export HF_TOKEN=..."
-    is_quoted = isinstance(value, str) and re.fullmatch(r"[-\d.e]+|true|false", value.lower())
-    return mistake(error) + ", without quotes" * bool(is_quoted and kind.endswith("_type"))
+    return mistake(error)
 
 
 def _unknown(*path: str) -> str:

@@ -157,11 +157,12 @@ READERS = {".txt": _read_text, ".jsonl": _read_json, ".json": _read_json, ".parq
 
 
 def _open(file: Path) -> io.BufferedReader:
+    if not (compression := COMPRESSION.get(file.suffix.lower())):
+        return file.open("rb")
     import pyarrow
 
-    # Of compressed files it reads all parts, and raises where the last one is cut off.
-    compression = COMPRESSION.get(file.suffix.lower())
-    return io.BufferedReader(pyarrow.input_stream(str(file), compression=compression), 2**20)
+    # It reads all parts of a file, and raises where the last one is cut off.
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression=compression))
 
 
 def _load(dataset: Dataset, corpus: Corpus) -> dict[str, dict]:

@@ -9,7 +9,7 @@ from picotron_min.runtime.wording import explained
 
 def read_json(path: Path) -> dict:
     """ValueError with the place of the mistake unless the file holds an object."""
-    with explained(f"cannot read {path} as JSON"):
+    with explained(f"cannot read {path}"):
         raw = parse_json(path.read_text(encoding="utf-8-sig"))
         if not isinstance(raw, dict):
             raise ValueError(f"it must hold one object, {{ ... }}, not {str(raw)[:60]}")

@@ -38,7 +38,7 @@ def explained(problem: str, remedy: str = "", of: type = Exception) -> Iterator[
     try:
         yield
     except of as error:
-        reason = str(error).replace("\n", " ") or type(error).__name__
+        reason = re.sub(r"^\[Errno \d+\] |\n", " ", str(error)).strip() or type(error).__name__
         if hasattr(error, "errors"):  # pydantic's, about several values
             reason = "; ".join(map(mistake, error.errors()))
         raise ValueError(": ".join(filter(None, (problem, reason, remedy)))) from error
