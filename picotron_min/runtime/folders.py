@@ -22,22 +22,22 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
+from picotron_min.runtime.wording import explained
+
 CHECKPOINT = "step-" + 8 * "[0-9]"  # as a pattern of file names
 
 
 def lock_folder(save_dir: Path) -> FileLock:
     """Make the folder, and keep other runs out as long as the result and this process live."""
     lock = FileLock(save_dir / ".lock", blocking=False)
-    try:
+    where, remedy = f"checkpoint.save_dir={save_dir}", "mend that, or name another folder"
+    with explained(f"{where} cannot be written", remedy, of=OSError):
         save_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        problem = f"checkpoint.save_dir={save_dir} cannot be written ({error.strerror}): mend that"
-        if isinstance(error, FileExistsError):
-            problem = f"checkpoint.save_dir={save_dir} is no folder: remove it"
-        if isinstance(error, Timeout):  # two runs would move each other's files away
-            problem = f"checkpoint.save_dir={save_dir} is in use by another run: wait for its end"
-        raise ValueError(f"{problem}, or name another folder") from None
+        try:
+            lock.acquire()
+        except Timeout:  # two runs would move each other's files away
+            remedy = "wait for its end, or name another folder"
+            raise ValueError(f"{where} is in use by another run: {remedy}") from None
     own = {*checkpoints(save_dir), *models(save_dir)}
     if others := sorted({*save_dir.glob(CHECKPOINT), *save_dir.glob("hf")} - own):
         problem = f"{others[0]} is not of a run, and a run writes a folder of this name"
@@ -127,16 +127,14 @@ def complete_or_absent(
 
 def delete(folder: Path) -> None:
     """Rename, then delete: a kill between leaves a folder that a later run deletes."""
-    remove(folder, folder.with_name(f".{folder.name}.deleted"))
+    remove(folder.replace(folder.with_name(f".{folder.name}.deleted")))
 
 
-def remove(path: Path, aside: Path | None = None) -> None:
+def remove(path: Path) -> None:
     """Delete a folder, or a link but not what it leads to; a warning if that is not possible."""
-    try:
-        path = path.replace(aside) if aside else path
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
-    except OSError as error:  # no reason to end a run whose newer checkpoint is complete
-        print(f"warning: cannot delete {path}: {error}")
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+    if path.exists():  # no reason to end a run whose newer checkpoint is complete
+        print(f"warning: cannot delete {path}")
 
 
 def _sync(path: Path) -> None:

@@ -1,17 +1,15 @@
 """Metadata: state.json of a checkpoint, which shows if it is complete and fits the run."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.folders import CHECKPOINT, checkpoints
-from picotron_min.runtime.hugging_face import open_safetensors
-from picotron_min.runtime.wording import mistake, shown
+from picotron_min.runtime.wording import explained, shown
 
 
 class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
@@ -34,39 +32,18 @@ def metadata_of(config: Config, model: ModelConfig, data: dict[str, str], **coun
 
 def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadata:
     """ValueError, with `option` in the remedy, unless the checkpoint is whole."""
-    try:
+    older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
+    best = max(checkpoints(folder) or older, default="")  # in a folder of them the latest
+    remedy = f"name another one in {option}" + f", for example {best}" * bool(best)
+    with explained(f"cannot use the checkpoint {folder}", remedy):
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
-        problems = list(_problems(folder, metadata))
-    except ValidationError as error:
-        problems = [f"state.json: {mistake(e)}" for e in error.errors()]
-    except FileNotFoundError:
-        problems = ["it has no state.json" if folder.is_dir() else "there is no such folder"]
-        if (folder / "config.json").exists():
-            problems = ["it is an exported model, which model.weights can name"]
-    except OSError as error:
-        problems = [str(error)]
-    if problems:
-        older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
-        remedy = f"Name another one in {option}"
-        remedy += f": {max(older)} is the one before it" if older else ""
-        if inside := checkpoints(folder):
-            remedy += f": {max(inside)} is the latest in it"
-        raise ValueError(f"cannot use the checkpoint {folder}: {'; '.join(problems)}. {remedy}")
+        if folder.match(CHECKPOINT) and folder.name != f"step-{metadata.step:08d}":
+            raise ValueError(f"step is {metadata.step}, unlike the folder's name")
+        for name, size in metadata.files.items():
+            # If one were missing, torch would load the rest, and leave a gap in a tensor.
+            if (found := (folder / name).stat().st_size) != size:
+                raise ValueError(f"{name} has {found} bytes, not {size}")
     return metadata
-
-
-def _problems(folder: Path, metadata: Metadata) -> Iterator[str]:
-    if folder.match(CHECKPOINT) and folder.name != f"step-{metadata.step:08d}":
-        yield f"state.json: step is {metadata.step}, unlike the folder's name"
-    present = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    yield from (f"state.json: files lacks {name}" for name in present.keys() - metadata.files)
-    for name, size in metadata.files.items():
-        if name not in present:  # torch would load the rest, and leave a gap in a tensor
-            yield f"{name} is missing"
-        elif present[name] != size:
-            yield f"{name} has {present[name]} bytes, not {size}"
-        else:
-            open_safetensors(folder / name)
 
 
 def read_to_resume(folder: Path, model_config: ModelConfig, optimizer: str) -> Metadata:
@@ -92,22 +69,20 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
 # Not all that a step's result depends on: the keys that are most often changed by mistake.
 LEARNED = ("learning_rate", "schedule", "total_train_steps", "weight_decay", "betas")
 LEARNED = [*(f"training.{key}" for key in LEARNED), "model.dtype"]
-
-
 # Where the text is read from: if the text itself is the same, a change is no warning.
-OF_SOURCE = [f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")]
-OF_SOURCE += ["training.num_samples"]
+OF_SOURCE = {f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")}
+OF_SOURCE |= {"training.num_samples"}
+EFFECTS = dict.fromkeys(LEARNED, "the new value counts") | {"the tokenizer": "ids mean other text"}
+EFFECTS["the text"] = (
+    "other data is seen; held-out text has moved, so that what was validated on may be trained on"
+)
 
 
 def resume_warnings(metadata: Metadata, config: Config, data: dict[str, str]) -> list[str]:
     """What changes the order of the data, or what a step learns, and differs from the saved run."""
     both = metadata.config, config
     was, now = ({key: attrgetter(key)(c) for key in LEARNED} | c.data_order for c in both)
-    effect = dict.fromkeys(LEARNED, "the new value counts")
-    effect |= dict.fromkeys(config.data_order, "other data is seen")
-    moved = "held-out text has moved, so that what was validated on may be trained on"
-    effect |= {"the text": f"other data is seen; {moved}", "the tokenizer": "ids mean other text"}
-    was, now = was | metadata.data, now | (data if metadata.data else {})
-    if was.get("the text") == data["the text"]:  # wherever it is read from
-        now = {key: value for key, value in now.items() if key not in OF_SOURCE}
-    return [f"{c}: from here on {effect[key]}" for key, c in _changes(was, now).items()]
+    same = OF_SOURCE if metadata.data.get("the text") == data["the text"] else set()
+    changes = _changes(was | metadata.data, now | (data if metadata.data else {}))
+    told = {key: change for key, change in changes.items() if key not in same}
+    return [f"{c}: from here on {EFFECTS.get(k, 'other data is seen')}" for k, c in told.items()]
