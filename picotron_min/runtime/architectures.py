@@ -13,13 +13,11 @@ from copy import deepcopy
 from dataclasses import asdict, fields
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from picotron_min.extensions import settings
 from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime.config import LARGEST, Numbers, RopeNumbers
-from picotron_min.runtime.wording import choice, mistake
+from picotron_min.runtime.config import Numbers, RopeNumbers
+from picotron_min.runtime.wording import choice
 
 # What all of them have: fields of ModelConfig, and keys with the only value that we compute.
 NUMBERS = (*SIZES, "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
@@ -55,15 +53,14 @@ def _read_qwen2_moe(hf: dict) -> dict:
     if shared % inner:
         why = f"must be a multiple of moe_intermediate_size={inner}, the size of an expert"
         raise ValueError(f"shared_expert_intermediate_size={shared}: {why}")
-    layers, given, step = hf["num_hidden_layers"], hf["mlp_only_layers"], hf["decoder_sparse_step"]
-    dense = [i for i in range(layers) if i in given or (i + 1) % step]
+    dense = [i for i in range(hf["num_hidden_layers"]) if i in hf["mlp_only_layers"]]
     fields = {"n_shared_experts": shared // inner, "moe_shared_expert_gate": shared > 0}
     return fields | {"mlp_only_layers": dense}
 
 
 def _write_qwen2_moe(model_config: ModelConfig) -> dict:
     shared = model_config.n_shared_experts * model_config.moe_intermediate_size
-    layers = {"mlp_only_layers": list(model_config.mlp_only_layers), "decoder_sparse_step": 1}
+    layers = {"mlp_only_layers": list(model_config.mlp_only_layers)}
     return {"shared_expert_intermediate_size": shared} | layers
 
 
@@ -105,7 +102,7 @@ ARCHITECTURES = {
     "qwen2_moe": Architecture(
         class_name="Qwen2MoeForCausalLM",
         fits=_needs_qwen2_moe,
-        fixed={"qkv_bias": False, "use_sliding_window": False},
+        fixed={"qkv_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
         fields=(*EXPERTS, "norm_topk_prob"),
         renamed=(("num_local_experts", "num_experts"),),
         read=_read_qwen2_moe,
@@ -117,26 +114,19 @@ ARCHITECTURES |= {name: Architecture(**row) for name, row in settings.ARCHITECTU
 
 
 def from_hf(hf: dict) -> ModelConfig:
-    """Read a Hugging Face `config.json`; ValueError for what this model would not compute."""
+    """Read a Hugging Face `config.json`.
+
+    ValueError for what this model would not compute; transformers has errors of its own kinds.
+    """
     from transformers import AutoConfig
 
     name = hf.get("model_type", "llama")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if str(name) not in ARCHITECTURES:
         only = ", ".join(map(repr, ARCHITECTURES))
         raise ValueError(f"model_type={name!r:.60} is not supported: only {only} can be trained")
-    layers = hf.get("num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers > LARGEST["num_hidden_layers"]:  # lists are this long
-        raise ValueError(f"num_hidden_layers={layers!r:.60}: must be a whole number up to 10000")
-    try:  # it checks types, fills in what is absent, and reads both spellings of rope
-        hf = AutoConfig.for_model(**deepcopy(hf) | {"model_type": name}).to_dict()
-        return _model(name, hf | hf["rope_parameters"])
-    except ValidationError as error:
-        raise ValueError("; ".join(map(mistake, error.errors()))) from None
-    except ValueError:
-        raise
-    except Exception as error:  # of many kinds
-        why = " ".join(str(error).split())
-        raise ValueError(f"transformers cannot read it: {why:.250}") from None
+    # It checks types, fills in what is absent, and reads both spellings of rope.
+    hf = AutoConfig.for_model(**deepcopy(hf) | {"model_type": name}).to_dict()
+    return _model(name, hf | hf["rope_parameters"])
 
 
 def _model(name: str, hf: dict) -> ModelConfig:
@@ -169,12 +159,10 @@ def to_hf(model_config: ModelConfig) -> dict:
     scaling = model_config.rope_scaling
     hf["rope_scaling"] = asdict(scaling) | {"rope_type": "llama3"} if scaling else None
     hf |= architecture.write(model_config)
-    ours = all_shapes(model_config)
-    theirs = all_shapes(_model(name, hf | (hf["rope_scaling"] or {"rope_type": "default"})))
-    if other := [key for key in ours | theirs if ours.get(key) != theirs.get(key)]:
-        problem = f"model_type={name!r} of transformers is another model: {other[0]} is"
-        change = f"{theirs.get(other[0], 'absent')} there, and {ours.get(other[0], 'absent')} here"
-        raise ValueError(f"{problem} {change}: add an architecture for it to architectures.py")
+    theirs = _model(name, hf | (hf["rope_scaling"] or {"rope_type": "default"}))
+    if other := {*all_shapes(model_config).items()} ^ {*all_shapes(theirs).items()}:
+        problem = f"model_type={name!r} of transformers is another model: only one has {min(other)}"
+        raise ValueError(f"{problem}: add an architecture for it to architectures.py")
     return hf
 
 

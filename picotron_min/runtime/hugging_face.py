@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from picotron_min.checkpoint import load, save
@@ -15,9 +15,14 @@ from picotron_min.runtime.folders import complete_or_absent
 from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.tokenizer import Tokenizer
+from picotron_min.runtime.wording import explained
 
 READABLE = ("F64", "F32", "BF16", "F16")
 DERIVED = ".rotary_emb.inv_freq"  # follows from rope_theta; transformers once saved it per layer
+REMEDIES = (
+    "Does model.name fit it? For files without lm_head set model.tie_word_embeddings to true, "
+)
+REMEDIES += "for files without prediction layers set num_nextn_predict_layers to 0."
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Numbers that no shape shows: with another rope_theta the weights would be useless.
 HIDDEN = {"num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps"}
@@ -41,54 +46,46 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     if not paths:  # other files can run code
         problem = f"model.weights={name} is no folder with .safetensors files"
         raise ValueError(f"{problem}: save the model with transformers' save_pretrained")
-    problems = _config_problems(folder / "config.json", model_config, given)
-    ours, copies = all_shapes(model_config), _copies(model_config)
-    found = _tensors(paths, ours, layers_left_out(folder, model_config))
-    ours |= {copy: ours[own] for copy, own in copies.items() if copy in found}
-    if ours.keys() - found.keys() == {HEAD}:
-        tied = f"with model.tie_word_embeddings true {EMBEDDING} would be used"
-        problems.append(f"{HEAD} is absent there: {tied}")
-    for tensor in sorted(ours | found):
-        _, key, there = found.get(tensor) or (None, their_name(tensor, model_config), "absent")
-        if there != (here := ours.get(tensor, "absent")):
-            problems.append(f"{key} is {there} there, and {here} here")
-    if problems:
-        about = f"model.weights={name} is not the model of this config: does model.name fit it?"
-        further = _prefixes(range(model_config.num_hidden_layers, model_config.num_layers))
-        if any(tensor.startswith(further) for tensor in ours.keys() - found.keys()):
-            about += " For files without prediction layers set num_nextn_predict_layers to 0."
-        more = [f"and {len(problems) - 5} more"] * (len(problems) > 5)
-        raise ValueError("\n".join([about, *problems[:5], *more]))
-    for copy in copies.keys() & found.keys():
-        pair = found[copy], found[copies[copy]]
-        first, second = (open_safetensors(path).get_tensor(key) for path, key, _ in pair)
-        if not torch.equal(first, second):
-            problem = f"{pair[0][0]}: {copy} differs from {copies[copy]}, and this model ties them"
-            remedy = "set model.tie_word_embeddings to false" if copy == HEAD else "use other files"
-            raise ValueError(f"{problem}: {remedy}")
+    left_out = _prefixes(layers_left_out(folder, model_config))
+    found = {key: t for key, t in _open_tensors(paths).items() if not key.startswith(left_out)}
+    copies = {copy: own for copy, own in _copies(model_config).items() if copy in found}
+    numbers, theirs = HIDDEN - given, _their_config(folder, model_config)
+    here, there = ({key: getattr(c, key) for key in numbers} for c in (model_config, theirs))
+    here |= (ours := all_shapes(model_config)) | {copy: ours[own] for copy, own in copies.items()}
+    there |= {key: _form(tensor) for key, tensor in found.items()}
+    if differ := [key for key in here | there if here.get(key) != there.get(key)]:
+        lines = [f"model.weights={name} is not the model of this config. {REMEDIES}"]
+        for key in differ[:5]:
+            both = there.get(key, "absent"), here.get(key, "absent")
+            lines.append("{} is {} there, and {} here".format(their_name(key, model_config), *both))
+        lines += [f"and {len(differ) - 5} more"] * (len(differ) > 5)
+        raise ValueError("\n".join(lines))
+    for copy, own in copies.items():
+        if not torch.equal(found[copy][:], found[own][:]):
+            problem = f"{copy} differs from {own}, and this model ties them"
+            raise ValueError(f"{problem}: set model.tie_word_embeddings to false, or use others")
     return folder
 
 
-def _tensors(
-    paths: list[Path], shapes: dict[str, tuple], left_out: range
-) -> dict[str, tuple[Path, str, tuple | str]]:
-    """Our name of each tensor -> its file, its name there, and its shape, or why it is unusable."""
-    found, ignored = {}, (DERIVED,)
-    if not any(".shared_experts." in name for name in shapes):
-        ignored += (".shared_expert_gate.weight",)  # transformers writes them also of size 0
+def _open_tensors(paths: list[Path]) -> dict[str, object]:
+    """All tensors of files by our names, not read yet; without what follows from others."""
+    found = {}
     for path in paths:
         file = open_safetensors(path)
         for key in sorted(file.keys()):
             name, tensor = our_name(key), file.get_slice(key)
-            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-            if 0 in shape or name.endswith(ignored) or name.startswith(_prefixes(left_out)):
-                continue
-            if dtype not in READABLE:
-                shape = f"of dtype {dtype} (readable: {', '.join(READABLE)})"
             if name in found:
-                shape = f"twice, in {found[name][0].name} and in {path.name},"
-            found[name] = path, key, shape
+                raise ValueError(f"{key} of {path} is in another file, too: keep one of them")
+            if 0 not in tensor.get_shape() and not name.endswith(DERIVED):
+                found[name] = tensor
     return found
+
+
+def _form(tensor) -> tuple | str:
+    """The shape of a tensor, or why it is unusable."""
+    if (dtype := tensor.get_dtype()) in READABLE:
+        return tuple(tensor.get_shape())
+    return f"of dtype {dtype} (readable: {', '.join(READABLE)})"
 
 
 def _copies(c: ModelConfig) -> dict[str, str]:
@@ -105,22 +102,15 @@ def _prefixes(layers: range) -> tuple[str, ...]:
 
 def layers_left_out(folder: Path, model_config: ModelConfig) -> range:
     """The prediction layers of a folder that the model does not have."""
-    config = folder / "config.json"
-    theirs = from_hf(read_json(config)) if config.exists() else model_config
-    return range(model_config.num_layers, theirs.num_layers)
+    return range(model_config.num_layers, _their_config(folder, model_config).num_layers)
 
 
-def _config_problems(path: Path, model_config: ModelConfig, given: set[str]) -> list[str]:
-    """What would compute something else with the same tensors."""
-    if not path.exists():
-        return []
-    content = read_json(path)
-    try:
-        theirs = from_hf(content)
-    except ValueError as error:
-        raise ValueError(f"model.weights: {path}: {error}") from None
-    both = [(key, getattr(theirs, key), getattr(model_config, key)) for key in HIDDEN - given]
-    return [f"{path}: {k} is {a}, and this model's is {b}" for k, a, b in both if a != b]
+def _their_config(folder: Path, model_config: ModelConfig) -> ModelConfig:
+    """The model of a folder's config.json; if it has none, this model."""
+    if not (path := folder / "config.json").exists():
+        return model_config
+    with explained(f"model.weights: {path}"):
+        return from_hf(read_json(path))
 
 
 def load_hf(folder: Path, parts: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
@@ -131,13 +121,9 @@ def load_hf(folder: Path, parts: dict[str, Tensor], group: dist.ProcessGroup | N
 
 
 def open_safetensors(path: Path) -> safe_open:
-    """A file of named tensors; OSError if it cannot be read, or is damaged."""
-    try:
+    """A file of named tensors; ValueError if it cannot be read, or is damaged."""
+    with explained(f"cannot read {path}", "it may be damaged: copy it again"):
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise OSError(f"{path} is damaged, or not a safetensors file: {error}") from None
-    except OSError as error:
-        raise OSError(f"cannot read {path}: {error}") from None
 
 
 def export_hf(
@@ -174,7 +160,7 @@ def write_card(folder: Path, rows: dict[str, str], tokenizer: Tokenizer) -> None
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""]
     lines += ["A language model trained with picotron-min.", "", "| what | |", "|---|---|"]
     lines += [f"| {key} | {value} |".replace("\n", " ") for key, value in rows.items()]
-    if any(tokenizer.adds):
-        adds = "The tokenizer adds ids before a text: {}; after it: {}.".format(*tokenizer.adds)
+    if tokenizer.adds:
+        adds = f"The tokenizer adds ids to a text: {[*tokenizer.adds]}."
         lines += ["", f"{adds} Training did not: call it with `add_special_tokens=False`."]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
