@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from operator import attrgetter
-from pathlib import Path
 
 from picotron_min.extensions.settings import LARGEST_BETA2, ModelConfig, chunks_problem
 from picotron_min.runtime.architectures import from_hf
@@ -137,8 +136,7 @@ def resolve_model(config: Config) -> ModelConfig:
         if not (model_config := find_preset(name)):
             if problem := _missing(name, [preset.split("/")[-1] for preset in PRESETS]):
                 raise ValueError(problem)
-            folder = fetch(name, "config.json") if _on_hub(name) else Path(name)
-            model_config = from_hf(read_json(folder / "config.json"))
+            model_config = from_hf(read_json(fetch(name, "config.json") / "config.json"))
         model_config = model_config.override(**config.model.overrides)
     if problems := [*model_problems(config, model_config), *_bytes_problems(config, model_config)]:
         raise ConfigError(*problems)

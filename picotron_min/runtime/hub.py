@@ -6,12 +6,14 @@ from picotron_min.runtime.wording import explained
 
 
 def fetch(name: str, *files: str) -> Path:
-    """The folder with these files of a model; ValueError if it is neither on the hub nor cached.
+    """A file or folder on this machine, else the folder with these files of a model on the hub.
 
-    The hub is asked once, for HF_HUB_ETAG_TIMEOUT seconds (10): without a network what an earlier
-    run has fetched is used. Readers get the folder, since with a name they would ask for each file
-    on their own, and wait for half a minute each time.
+    ValueError if it is neither on the hub nor cached. The hub is asked once, and waited for as long
+    as HF_HUB_ETAG_TIMEOUT says (10 s): without a network, what an earlier run has fetched is used.
+    Readers that get a name would ask for each file on their own, and wait half a minute each time.
     """
+    if (path := Path(name)).exists():
+        return path
     from huggingface_hub import snapshot_download
 
     problem = f"{name} is not a folder here, and cannot be fetched from the hub"

@@ -36,9 +36,7 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     Raises ValueError with the tensors, and the numbers of its config.json, that differ from the
     model's, but for the fields `given` in the run's config.
     """
-    folder = Path(name)
-    if not folder.exists():
-        folder = fetch(name, "*.safetensors", "config.json")
+    folder = fetch(name, "*.safetensors", "config.json")
     if (folder / "state.json").exists():
         export = f"python -m picotron_min.runtime.export {folder} FOLDER"
         raise ValueError(f"model.weights={name} is a checkpoint: export it first, with  {export}")
@@ -53,7 +51,9 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     here, there = ({key: getattr(c, key) for key in numbers} for c in (model_config, theirs))
     here |= (ours := all_shapes(model_config)) | {copy: ours[own] for copy, own in copies.items()}
     there |= {key: _form(tensor) for key, tensor in found.items()}
-    if differ := [key for key in here | there if here.get(key) != there.get(key)]:
+    differ = [key for key in sorted(here | there) if here.get(key) != there.get(key)]
+    if differ:
+        differ.sort(key=numbers.__contains__, reverse=True)  # they explain most
         lines = [f"model.weights={name} is not the model of this config. {REMEDIES}"]
         for key in differ[:5]:
             both = there.get(key, "absent"), here.get(key, "absent")

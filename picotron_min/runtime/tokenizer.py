@@ -1,6 +1,5 @@
 """Text to token ids: one byte a token, which needs nothing, or any Hugging Face tokenizer."""
 
-import os
 import zlib
 from pathlib import Path
 
@@ -55,9 +54,8 @@ class HuggingFaceTokenizer:
 
         remedy = "check its files, or set dataset.tokenizer to bytes"
         with explained(f"cannot load tokenizer {name!r}", remedy):
-            source = name if os.path.exists(name) else fetch(name, *FILES)
-            if os.path.isfile(source):
-                tokenizer = PreTrainedTokenizerFast(tokenizer_file=source)
+            if (source := fetch(name, *FILES)).is_file():
+                tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source))
             else:
                 tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         vocabulary = tokenizer.get_vocab()

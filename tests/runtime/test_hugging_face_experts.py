@@ -1,4 +1,4 @@
-"""Models with experts in Hugging Face's form: the four architectures, in, trained, and out."""
+"""Models in Hugging Face's form, most with experts: each architecture in, trained, and out."""
 
 import itertools
 import json
@@ -27,12 +27,15 @@ NUMBERS = """{
 "all": {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 64, "moe_intermediate_size": 16, "num_experts_per_tok": 3},
+"llama": {},
 "mixtral": {"num_local_experts": 4},
 "glm4_moe": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
     "n_shared_experts": 2, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0},
 "qwen2_moe": {"shared_expert_intermediate_size": 32, "num_experts": 8, "qkv_bias": false}
 }"""
 MODELS = """
+llama           llama      {}
+llama-tied      llama      {"tie_word_embeddings": true}
 mixtral         mixtral    {}
 mixtral-tied    mixtral    {"tie_word_embeddings": true}
 glm-no-norm     glm4_moe   {"norm_topk_prob": false, "first_k_dense_replace": 2}
@@ -46,7 +49,7 @@ LLAMA_3 = """{"rope_type": "llama3", "rope_theta": 1e5, "factor": 4.0, "low_freq
 MODELS = {row.split()[0]: row.split(maxsplit=2)[1:] for row in MODELS.strip().splitlines()}
 
 
-def write_theirs(folder: Path, name: str, dtype: torch.dtype = torch.float32):
+def write_theirs(folder: Path, name: str, dtype=torch.float32, shards="5GB"):
     """A random model as transformers saves it, and the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -61,7 +64,7 @@ def write_theirs(folder: Path, name: str, dtype: torch.dtype = torch.float32):
             tensor.data = tensor.data.to(torch.float32).normal_(std=0.3)
         elif "inv_freq" not in key:
             tensor.data.normal_(mean=float("norm" in key), std=0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shards)
     return model
 
 
@@ -150,12 +153,19 @@ def test_their_model_computes_the_same(pool, tmp_path, name):
     assert all("shared" in key for key in unused) and bool(unused) == ("none" in name)
 
 
-LAYOUTS = {
-    "dp2-ep2": {"dp_size": 2, "ep_size": 2},
-    "tp2-etp2": {"tp_size": 2, "etp_size": 2, "sequence_parallel": True},
-    "pp3": {"pp_size": 3},
-    "dp2-tp2-ep4": {"dp_size": 2, "tp_size": 2, "ep_size": 4, "sharding": "parameters"},
-}
+LAYOUTS = [
+    {"tp_size": 2, "etp_size": 2, "sequence_parallel": True},
+    {"pp_size": 3},
+    {"dp_size": 2, "ep_size": 2},
+    {"dp_size": 2, "tp_size": 2, "ep_size": 4, "sharding": "parameters"},
+]
+
+
+def config_on(layout: dict, folder: Path, name: str, dtype: str) -> Config:
+    kept = {
+        k: v for k, v in layout.items() if "llama" not in name or k not in ("ep_size", "etp_size")
+    }
+    return config_of(folder, dtype, **kept)
 
 
 def read_and_write(folder: Path, config: Config, exported: Path) -> None:
@@ -174,18 +184,20 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 # Each model once; its layout and its dtype alternate.
 DTYPES = itertools.cycle(("float32", "bfloat16", "float32"))
-OUT = [*zip(MODELS, itertools.cycle(LAYOUTS), DTYPES, strict=False)]
 
 
-@pytest.mark.parametrize("name,layout,dtype", OUT)
+@pytest.mark.parametrize(
+    "name,layout,dtype", [*zip(MODELS, itertools.cycle(LAYOUTS), DTYPES, strict=False)]
+)
 def test_what_comes_in_goes_out_the_same_and_transformers_loads_it(
     pool, tmp_path, name, layout, dtype
 ):
     from transformers import AutoModelForCausalLM
 
-    write_theirs(tmp_path / "in", name)
+    how = (torch.float16, "20KB") if name == "llama" else ()  # in several files
+    write_theirs(tmp_path / "in", name, *how)
     before = tensors_of(tmp_path / "in")
-    config = config_of(tmp_path / "in", dtype, **LAYOUTS[layout])
+    config = config_on(layout, tmp_path / "in", name, dtype)
     pool.run(config.world_size, read_and_write, tmp_path / "in", config, tmp_path / "out")
     after = tensors_of(tmp_path / "out")
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -208,17 +220,24 @@ def test_what_comes_in_goes_out_the_same_and_transformers_loads_it(
     assert model.generate(tokens, max_new_tokens=4, min_new_tokens=4).shape == (1, 12)
 
 
-@pytest.mark.parametrize("name,dtype", [("glm", "bfloat16"), ("glm", "float64")])
-def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, name, dtype):
+@pytest.mark.parametrize(
+    "name,dtype", [("glm", "bfloat16"), ("glm", "float64"), ("llama-tied", "bfloat16")]
+)
+def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, capsys, name, dtype):
     write_theirs(tmp_path / "in", name)
-    config = config_of(tmp_path / "in", dtype, dp_size=2, tp_size=2, ep_size=2, etp_size=2)
-    pool.run(4, train_and_save, tmp_path, config)
-    export.main([str(tmp_path / "step-00000002"), str(tmp_path / "later")])
+    layout = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
+    pool.run(4, train_and_save, tmp_path, config_on(layout, tmp_path / "in", name, dtype))
+    arguments = [str(tmp_path / "step-00000002"), str(tmp_path / "later")]
+    export.main(arguments)
     at_once, later = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "later")
     assert at_once.keys() == later.keys() == tensors_of(tmp_path / "in").keys()
     for key, tensor in at_once.items():
         assert tensor.dtype == later[key].dtype and torch.equal(tensor, later[key]), key
     assert from_hf(read_config(tmp_path / "later")) == from_hf(read_config(tmp_path / "in"))
+    assert "| layout | pp 1 x dp 2 x cp 1 x tp 2 |" in (tmp_path / "later/README.md").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        export.main(arguments)
+    assert "exists: name another folder" in capsys.readouterr().err
 
 
 def train_and_save(folder: Path, config: Config) -> None:
@@ -251,7 +270,7 @@ def test_mistakes_in_the_weights_of_experts_are_named_as_in_the_files(tmp_path):
 @pytest.mark.parametrize(
     "name,key,value",
     [
-        ("mixtral", "num_experts_per_tok", 3),
+        ("mixtral", "num_experts_per_tok", 2),
         ("mixtral", "scoring_func", "sigmoid"),
         ("glm", "norm_topk_prob", False),
         ("glm", "n_group", 2),
