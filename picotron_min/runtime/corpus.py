@@ -48,14 +48,15 @@ def find_corpus(dataset: Dataset) -> Corpus:
     if any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
         kind, files = "saved", [file for file in found if file.suffix in (".arrow", ".json")]
     else:
-        chosen = [file for file in found if _kind(file) and (file == path or not _is_hidden(file))]
         names = {}  # a file may have two, and is read once
-        for file in chosen:
-            names.setdefault(file.resolve(), file)
+        for file in found:
+            if _kind(file) and (file == path or not _is_hidden(file)):
+                names.setdefault(file.resolve(), file)
         files = [*names.values()]
         kind = _only_kind(path, files)
-    rest = [file for file in found if file not in {*files}]
-    return Corpus(kind, files, [str(file.relative_to(path)) for file in rest])
+    chosen = {*files}
+    rest = [str(file.relative_to(path)) for file in found if file not in chosen]
+    return Corpus(kind, files, rest)
 
 
 def _walk(path: Path, seen: set[Path]) -> Iterator[Path]:

@@ -14,8 +14,14 @@ def fetch(name: str, *files: str) -> Path:
     """
     if (path := Path(name)).exists():
         return path
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, model_info, snapshot_download, try_to_load_from_cache
 
     problem = f"{name} is not a folder here, and cannot be fetched from the hub"
     with explained(problem, "check the spelling, network and access"):
+        try:
+            model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)  # downloads have no such limit
+        except Exception:
+            if cached := try_to_load_from_cache(name, "config.json"):
+                return Path(cached).parent
+            raise
         return Path(snapshot_download(name, allow_patterns=list(files)))

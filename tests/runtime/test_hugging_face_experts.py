@@ -37,7 +37,6 @@ MODELS = """
 llama           llama      {}
 llama-tied      llama      {"tie_word_embeddings": true}
 mixtral         mixtral    {}
-mixtral-tied    mixtral    {"tie_word_embeddings": true}
 glm-no-norm     glm4_moe   {"norm_topk_prob": false, "first_k_dense_replace": 2}
 glm-none-shared glm4_moe   {"n_shared_experts": 0, "first_k_dense_replace": 0}
 glm             glm4_moe   {"rope_parameters": "llama3"}

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -160,19 +158,6 @@ def test_a_process_killed_in_the_middle_leaves_nothing_half_made(
     assert ".partial" in left and "" not in left
     assert prepare(path).tokens.tolist() == STREAM
     assert {entry.suffix for entry in (tmp_path / "cache").iterdir()} <= {"", ".lock"}
-
-
-def test_prepared_bytes_need_neither_transformers_nor_datasets(prepare, path, tmp_path):
-    prepare(path)
-    code = (
-        "import sys; from picotron_min.runtime.config import Config;"
-        "from picotron_min.runtime.token_file import open_text;"
-        "from picotron_min.runtime.tokenizer import BytesTokenizer;"
-        f"dataset = {{'name': {str(path)!r}, 'cache_dir': {str(tmp_path / 'cache')!r}}};"
-        "open_text(Config(dataset=dataset), BytesTokenizer(), 257);"
-        "assert not {'transformers', 'datasets'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
