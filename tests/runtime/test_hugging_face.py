@@ -46,15 +46,16 @@ def test_the_first_five_mistakes_in_weights_are_reported_at_once(write):
     changes = {q: torch.zeros(5, 32), up: None, "model.layers.7.mlp.up_proj.weight": torch.zeros(2)}
     changes["model.norm.weight"] = torch.zeros(32, dtype=torch.int32)
     changes["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old versions
+    changes["model.layers.0.mlp.shared_experts.up_proj.weight"] = torch.zeros(0, 32)  # without any
     folder = write(tensors=changes, rms_norm_eps=0.1)
     first, *lines = refusal(folder).splitlines()
     assert "Does model.name fit it?" in first
     assert lines == [
         "rms_norm_eps is 0.1 there, and 1e-05 here",
-        f"{q} is (5, 32) there, and (32, 32) here",
         f"{up} is absent there, and (48, 32) here",
-        "model.norm.weight is of dtype I32 (readable: F64, F32, BF16, F16) there, and (32,) here",
+        f"{q} is (5, 32) there, and (32, 32) here",
         "model.layers.7.mlp.up_proj.weight is (2,) there, and absent here",
+        "model.norm.weight is of dtype I32 (readable: F64, F32, BF16, F16) there, and (32,) here",
     ]
     assert "rms_norm_eps" not in refusal(folder, given=["rms_norm_eps"])
     assert re.search(r"\nand \d+ more$", refusal(folder, LLAMA.override(num_hidden_layers=6)))

@@ -1,6 +1,5 @@
 """Models in Hugging Face's form, most with experts: each architecture in, trained, and out."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -20,6 +19,7 @@ from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import make_training
+from tests.runtime.test_config import raw_of
 from tests.training import Training
 
 # Numbers of a random model of each type of transformers, and what is changed in its variants.
@@ -33,26 +33,26 @@ NUMBERS = """{
     "n_shared_experts": 2, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0},
 "qwen2_moe": {"shared_expert_intermediate_size": 32, "num_experts": 8, "qkv_bias": false}
 }"""
+# Of each, in which layout and dtype it is read and written.
 MODELS = """
-llama           llama      {}
-llama-tied      llama      {"tie_word_embeddings": true}
-mixtral         mixtral    {}
-glm-no-norm     glm4_moe   {"norm_topk_prob": false, "first_k_dense_replace": 2}
-glm-none-shared glm4_moe   {"n_shared_experts": 0, "first_k_dense_replace": 0}
-glm             glm4_moe   {"rope_parameters": "llama3"}
-qwen            qwen2_moe  {"mlp_only_layers": [1]}
-qwen-norm       qwen2_moe  {"norm_topk_prob": true}
-"""
+llama       llama     d.tp_size=2,d.sequence_parallel=true,m.dtype=float32     {}
+llama-tied  llama     d.pp_size=3,d.dp_size=2,m.dtype=bfloat16    {"tie_word_embeddings": true}
+mixtral     mixtral   d.dp_size=2,d.ep_size=2,m.dtype=bfloat16    {}
+glm-no-norm glm4_moe  d.pp_size=3,m.dtype=bfloat16   {"norm_topk_prob": false, "first_k_dense_replace": 2}
+glm         glm4_moe  d.dp_size=2,d.tp_size=2,d.ep_size=2,d.etp_size=2,m.dtype=bfloat16   {"rope_parameters": "llama3"}
+qwen        qwen2_moe d.dp_size=2,d.tp_size=2,d.ep_size=4,d.sharding=parameters,m.dtype=float32  {"mlp_only_layers": [1]}
+qwen-norm   qwen2_moe d.tp_size=2,d.etp_size=2,m.dtype=bfloat16   {"norm_topk_prob": true}
+"""  # noqa: E501
 LLAMA_3 = """{"rope_type": "llama3", "rope_theta": 1e5, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16}"""
-MODELS = {row.split()[0]: row.split(maxsplit=2)[1:] for row in MODELS.strip().splitlines()}
+MODELS = {row.split()[0]: row.split(maxsplit=3)[1:] for row in MODELS.strip().splitlines()}
 
 
 def write_theirs(folder: Path, name: str, dtype=torch.float32, shards="5GB"):
     """A random model as transformers saves it, and the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, changes = MODELS[name]
+    model_type, _, changes = MODELS[name]
     numbers, changes = json.loads(NUMBERS), json.loads(changes.replace('"llama3"', LLAMA_3))
     config = AutoConfig.for_model(model_type, **numbers["all"] | numbers[model_type] | changes)
     config._experts_implementation = "eager"  # grouped products take no float64
@@ -67,18 +67,16 @@ def write_theirs(folder: Path, name: str, dtype=torch.float32, shards="5GB"):
     return model
 
 
-def config_of(folder: Path, dtype="float32", batch: int = 4, **distributed) -> Config:
-    training = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "grad_clip": None}
-    training |= {"learning_rate": 0.01, "seq_length": 16, "micro_batch_size": batch}
-    training |= {"moe_seq_aux_loss_coeff": 0.0, "eval_batches": 1}
-    return parse_config(
-        {
-            "distributed": {"use_cpu": True} | distributed,
-            "model": {"name": str(folder), "dtype": dtype},
-            "training": training,
-            "dataset": {"tokenizer": "bytes"},
-        }
+def config_of(folder: Path, options: str) -> Config:
+    raw = raw_of(
+        "t.optimizer=sgd t.momentum=0.0 t.weight_decay=0.0 t.grad_clip=null t.eval_batches=1"
     )
+    raw["training"] |= {"learning_rate": 0.01, "seq_length": 16, "micro_batch_size": 4}
+    raw["training"] |= {"moe_seq_aux_loss_coeff": 0.0}
+    given = raw_of(options.replace(",", " "))
+    raw["distributed"] = {"use_cpu": True} | given.get("distributed", {})
+    raw |= {"model": {"name": str(folder)} | given["model"], "dataset": {"tokenizer": "bytes"}}
+    return parse_config(raw)
 
 
 def training_from(folder: Path, config: Config) -> Training:
@@ -141,30 +139,16 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def test_their_model_computes_the_same(pool, tmp_path, name):
     model = write_theirs(tmp_path, name).double()
     model.model.rotary_emb.float()  # angles are float32 in both
-    ((tokens, targets, *ours),) = pool.run(1, our_step, tmp_path, config_of(tmp_path, "float64"))
+    ((tokens, targets, *ours),) = pool.run(
+        1, our_step, tmp_path, config_of(tmp_path, "m.dtype=float64")
+    )
     with InFloat64():
         theirs = their_step(model, tokens, targets)
     assert relative(ours[0], theirs[0]) < 1e-12
     assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
     for key, gradient in ours[2].items():
         assert relative(gradient, theirs[2][key]) < 1e-12, key
-    unused = theirs[2].keys() - ours[2].keys()
-    assert all("shared" in key for key in unused) and bool(unused) == ("none" in name)
-
-
-LAYOUTS = [
-    {"tp_size": 2, "etp_size": 2, "sequence_parallel": True},
-    {"pp_size": 3},
-    {"dp_size": 2, "ep_size": 2},
-    {"dp_size": 2, "tp_size": 2, "ep_size": 4, "sharding": "parameters"},
-]
-
-
-def config_on(layout: dict, folder: Path, name: str, dtype: str) -> Config:
-    kept = {
-        k: v for k, v in layout.items() if "llama" not in name or k not in ("ep_size", "etp_size")
-    }
-    return config_of(folder, dtype, **kept)
+    assert theirs[2].keys() == ours[2].keys()
 
 
 def read_and_write(folder: Path, config: Config, exported: Path) -> None:
@@ -181,34 +165,23 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for path in files for key, tensor in load_file(path).items()}
 
 
-# Each model once; its layout and its dtype alternate.
-DTYPES = itertools.cycle(("float32", "bfloat16", "float32"))
-
-
-@pytest.mark.parametrize(
-    "name,layout,dtype", [*zip(MODELS, itertools.cycle(LAYOUTS), DTYPES, strict=False)]
-)
-def test_what_comes_in_goes_out_the_same_and_transformers_loads_it(
-    pool, tmp_path, name, layout, dtype
-):
+@pytest.mark.parametrize("name", MODELS)
+def test_what_comes_in_goes_out_the_same_and_transformers_loads_it(pool, tmp_path, name):
     from transformers import AutoModelForCausalLM
 
     how = (torch.float16, "20KB") if name == "llama" else ()  # in several files
     write_theirs(tmp_path / "in", name, *how)
     before = tensors_of(tmp_path / "in")
-    config = config_on(layout, tmp_path / "in", name, dtype)
+    config = config_of(tmp_path / "in", MODELS[name][1])
     pool.run(config.world_size, read_and_write, tmp_path / "in", config, tmp_path / "out")
-    after = tensors_of(tmp_path / "out")
+    after, dtype = tensors_of(tmp_path / "out"), getattr(torch, config.model.dtype)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    if "none" in name:  # theirs has shared experts of size 0, and a gate of their zeros
-        before = {key: tensor for key, tensor in before.items() if "shared" not in key}
-        report["missing_keys"] = {key for key in report["missing_keys"] if "shared" not in key}
     assert not any(report.values()), report
     assert before.keys() == after.keys()
     loaded = unstacked(dict([*model.named_parameters(), *model.named_buffers()]))
     for key, tensor in before.items():
         is_bias = key.endswith("e_score_correction_bias")  # is never rounded
-        expected = tensor.to(torch.float32 if is_bias else getattr(torch, dtype))
+        expected = tensor.to(torch.float32 if is_bias else dtype)
         assert expected.dtype == after[key].dtype and torch.equal(expected, after[key]), key
         if any(part in key for part in model._keep_in_fp32_modules_strict or ()):
             expected = expected.float()  # as newer releases keep weights of routers
@@ -219,13 +192,11 @@ def test_what_comes_in_goes_out_the_same_and_transformers_loads_it(
     assert model.generate(tokens, max_new_tokens=4, min_new_tokens=4).shape == (1, 12)
 
 
-@pytest.mark.parametrize(
-    "name,dtype", [("glm", "bfloat16"), ("glm", "float64"), ("llama-tied", "bfloat16")]
-)
+@pytest.mark.parametrize("name,dtype", [("glm", "float64"), ("llama-tied", "bfloat16")])
 def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, capsys, name, dtype):
     write_theirs(tmp_path / "in", name)
-    layout = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
-    pool.run(4, train_and_save, tmp_path, config_on(layout, tmp_path / "in", name, dtype))
+    config = config_of(tmp_path / "in", f"{MODELS[name][1]},m.dtype={dtype}")
+    pool.run(config.world_size, train_and_save, tmp_path, config)
     arguments = [str(tmp_path / "step-00000002"), str(tmp_path / "later")]
     export.main(arguments)
     at_once, later = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "later")
@@ -233,7 +204,8 @@ def test_a_checkpoint_becomes_a_model_with_its_biases(pool, tmp_path, capsys, na
     for key, tensor in at_once.items():
         assert tensor.dtype == later[key].dtype and torch.equal(tensor, later[key]), key
     assert from_hf(read_config(tmp_path / "later")) == from_hf(read_config(tmp_path / "in"))
-    assert "| layout | pp 1 x dp 2 x cp 1 x tp 2 |" in (tmp_path / "later/README.md").read_text()
+    card = (tmp_path / "later/README.md").read_text()
+    assert "| layout | pp " in card and "| tokenizer | bytes |" in card
     with pytest.raises(SystemExit, match="2"):
         export.main(arguments)
     assert "exists: name another folder" in capsys.readouterr().err
