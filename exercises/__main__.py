@@ -34,8 +34,7 @@ UNITS += "pipelines, and the whole of a step", "long sequences", "experts, and e
 OF_UNIT = 4
 OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
-    "folder": {"type": Path, "help": "what to write: outside of this one, and new"},
-    "submissions": {"type": Path, "nargs": "?", "help": "with a folder for each student"},
+    "folder": {"type": Path, "help": "to write: outside of this one, and new; or what to grade"},
     "zip": {"type": Path, "help": "what to write"},
     "--solution": IS_SET | {"help": "check the course's own"},
     "--seed": {"type": int, "default": 0, "help": "for other sizes and data"},
@@ -44,10 +43,8 @@ OPTIONS = {
     "--run": {"help": "measure this layout: dp=1,cp=2,optimizer=adamw"},
     "--difference": {"metavar": "RUN", "help": "name its first wrong tensor: docs/difference.md"},
     "--answer": {"metavar": "FILE:FUNCTION", "help": "where the mistake is"},
-    "--one": {"type": Path, "metavar": "FILE", "help": "instead: a file, or a student's folder"},
-    "--csv": {"type": Path, "default": Path("marks.csv"), "help": "the table; pages lie beside it"},
-    "--json": {"type": Path, "help": "with --one: write results.json of Gradescope"},
-    "--wrap": {"default": "", "metavar": "COMMAND", "help": "put before checks: a container"},
+    "--csv": {"type": Path, "default": Path("marks.csv"), "help": "the table"},
+    "--json": {"type": Path, "help": "instead: results.json of Gradescope, of one student"},
     "--jobs": {"type": int, "default": CORES, "help": "checks at a time; default: cores"},
     "--exercises": {"nargs": "+", "default": [], "metavar": "N", "help": TASKS},
 }
@@ -67,15 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments or ["list"]))
     try:
         return given.pop("function")(**given) or 0
-    except Exception as error:
-        message = str(error)
-        if isinstance(error, ModuleNotFoundError):
-            message += f": run  pip install -e .  in {FOLDER.parent}"
-        elif not isinstance(error, ValueError | OSError):
-            message = catalogue.course_problem(error)
-            if not message:
-                raise
-        print(message, file=sys.stderr)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        is_missing = isinstance(error, ModuleNotFoundError)
+        remedy = f": run  pip install -e .  in {FOLDER.parent}" if is_missing else ""
+        print(f"{error}{remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # what ran has ended: see Sandbox and training.py
         print("\nstopped", file=sys.stderr)
@@ -151,9 +143,6 @@ def show(exercise: Exercise, verdict: Verdict) -> str:
     message = ("Passed. Remember: " if verdict.passed else "") + verdict.message
     for line in message.splitlines():
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=" " * 8 * line.startswith(" "))
-    following = [number for number in catalogue.files() if number > exercise.number]
-    if verdict.passed and following:
-        lines.append(f"Next: python -m exercises start {following[0]:02}")
     return "\n".join(lines)
 
 

@@ -25,10 +25,10 @@ PLAIN = str, int, float, slice, np.ndarray, np.generic, type(None)
 def content_of(value: Any) -> Any:
     """A copy that can be compared and shown; of another object its text, with the object's kind.
 
-    Beside work in a list or tuple, tensors have no numbers yet.
+    Of tensors beside work in a list or tuple only the form is certain: they have no numbers yet.
     """
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return described(value) if value.is_meta else value.detach().clone()
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Mapping):
@@ -36,7 +36,7 @@ def content_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         parts = [content_of(part) for part in value]
         if any(part is WORK for part in parts):
-            parts = [part.to("meta") if isinstance(part, Tensor) else part for part in parts]
+            parts = [described(part) if isinstance(part, Tensor) else part for part in parts]
         return tuple(parts) if isinstance(value, tuple) else parts
     if hasattr(value, "wait"):  # of any class, also a student's own
         return WORK

@@ -13,8 +13,8 @@ results have in common, or shows the smallest case that fails.
 from pathlib import Path
 
 from exercises.calls import wrong_call
-from exercises.compare import common_pattern, only_wrong
-from exercises.exercise import GATES, Exercise, Mistake, Verdict, in_common, order_of
+from exercises.compare import common_pattern
+from exercises.exercise import GATES, Exercise, Mistake, Verdict
 from exercises.outcome import Outcome, failed_of, outcome_of
 from exercises.pictures import picture
 from exercises.source import solution
@@ -55,12 +55,12 @@ def verdict_on(
 
 
 def _changed(exercise: Exercise, outcome: Outcome, seed: int) -> str:
-    """The smallest case with an argument that is changed, though the course's own leaves it."""
+    """The first case with an argument that is changed, though the course's own leaves it."""
     if not any(call.changed for result in outcome for call in result.all_calls):
         return ""
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
     may = {(call.name, x) for result in rights for call in result.all_calls for x in call.changed}
-    for result in sorted(outcome, key=lambda result: order_of(result.case)):
+    for result in outcome:
         for call in result.all_calls:
             if names := [name for name in call.changed if (call.name, name) not in may]:
                 what = f"{call.name} changes its argument `{names[0]}`, which its caller may use"
@@ -101,32 +101,30 @@ def _known(
 
 def _unlisted(exercise: Exercise, outcome: Outcome, failed: Outcome, seed: int) -> tuple[str, str]:
     """What is wrong about a version that is no known mistake: a name, and a sentence, if any."""
-    right = [result for result in outcome if result not in failed]
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind != "exception":
         return crash.failure.kind, ""
-    if not crash:
-        wrong = [r for r in failed if "V" in r.problems]
-        if not wrong:  # the sentences of the other gates have the reason
-            gate, text = next(iter(failed[0].problems)), ", and ".join(failed[0].problems.values())
-            return GATES[gate], f"Results are right. With {failed[0].case}: {text}."
-        runs = [(exercise.factors(r.case), r.values, r.expected) for r in wrong]
-        unlike = [exercise.factors(r.case) for r in right]
-        sentence = common_pattern(runs, unlike)
+    wrong = [result for result in failed if "V" in result.problems]
+    if not crash and not wrong:  # the sentences of the other gates have the reason
+        gate, text = next(iter(failed[0].problems)), ", and ".join(failed[0].problems.values())
+        return GATES[gate], f"Results are right. With {failed[0].case}: {text}."
     rights = outcome_of(exercise, solution(exercise), Path("<solution>"), seed)
-    wrong = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
+    calls = [wrong_call(a.calls, b.calls) for a, b in zip(outcome, rights, strict=True)]
     # A result's form explains what fails in the same cases; or a crash where it was used later.
     is_later = bool(crash) and not crash.failure.line
     place = outcome.index(crash if is_later else failed[0])
-    text, has_other_form = wrong[place]
+    text, has_other_form = calls[place]
     call = f"With {outcome[place].case}: {text}" if text else ""
-    everywhere = [has_form for _, has_form in wrong] == [r in failed for r in outcome]
+    everywhere = [has_form for _, has_form in calls] == [r in failed for r in outcome]
     if everywhere or (is_later and has_other_form):
         return "wrong_type", call
     if crash:  # noticed later: what the function returned before may be the reason
         return "exception", call if is_later else ""
-    cases = in_common([r.case for r in failed], [r.case for r in right])
-    if not sentence and "O" in failed[0].problems:
-        sentence = f"With {failed[0].case}: {failed[0].problems['O']}."
-    text = f"{sentence or 'I do not know this mistake.'}{only_wrong(runs)}{cases}"
+    # A size that is the same in all cases may be as large by chance.
+    sizes = [exercise.factors(result.case).items() for result in outcome]
+    same = set.intersection(*map(set, sizes)) if len(sizes) > 1 else set()
+    factors = [dict(exercise.factors(r.case).items() - same) for r in wrong]
+    runs = [(f, r.values, r.expected) for f, r in zip(factors, wrong, strict=True)]
+    sentence = common_pattern(runs)
+    text = sentence or "I do not know this mistake."
     return "pattern" if sentence else "unknown", "\n".join(filter(None, [text, call]))

@@ -1,6 +1,8 @@
-"""Gate B: calls and bytes by the network and by the ledgers, against what an exercise expects."""
+"""Gates B and O: calls and bytes against what an exercise expects, and the order of events."""
 
-from exercises.exercise import Sent, together
+from collections.abc import Sequence
+
+from exercises.exercise import Case, Sent, together
 from exercises.ranks import Record
 
 NONE = Sent(0, 0.0)
@@ -34,3 +36,14 @@ def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
                 text.append(f"{sent.calls} x {what}, {size}" if is_counted else f"{size} by {what}")
     got, expected = (" and ".join(text) or "nothing" for text in texts)
     return f"{got}; it should be {expected}" if any(texts) else ""
+
+
+def order_problem(rows: Sequence[tuple], case: Case, rank: int, record: Record) -> str | None:
+    """The first row of ORDER that does not hold: (what, least, most, mark, why)."""
+    for what, least, most, mark, why in rows:
+        before = record.events[: record.place("mark", mark)]
+        found = sum(f"{event.kind} {event.what}" == what for event in before)
+        if not least <= found <= most:
+            right = least if found < least else most
+            return f"rank {rank}: {found} x {what} before `{mark}`, should be {right}: {why}"
+    return None

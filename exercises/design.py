@@ -15,8 +15,7 @@ TASK = '''\
 
 Marks by the bubble: at most 27.3% (as of 1F1B), 20%, 15.8%. At most 4.0 micro-batches' activations
 may be alive on any rank; with two chunks, one in a chunk counts half. Chunk c of rank r is stage
-r + 4 c. A backward takes twice as long as a forward. Bonus, for another schedule, which may have
-5.5 alive and then has no marks: with messages of a fifth of a chunk's forward, at most 19.7%.
+r + 4 c. A backward takes twice as long as a forward.
 """
 
 CHUNKS = 1  # of a rank: 1 or 2

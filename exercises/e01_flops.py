@@ -22,28 +22,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from exercises.exercise import Case, Dice
 from picotron_min.attention import SoftmaxAttention
-from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.model import MLP, Llama
+from picotron_min.model import Llama
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": dice.randint(20, 60), "hidden": 8 * dice.randint(2, 4)}
     sizes |= {"inner": dice.randint(10, 50), "layers": dice.randint(1, 3), "heads": 4}
-    # Two lengths show what depends on them; a tied head costs as much as one of its own.
+    # A tied head costs as much as one of its own.
     kinds = (6, False), (16, False), (9, True)
     some = [Case(1, **sizes, length=n, tied=tied) for n, tied in kinds]
-    sizes |= {"tied": False, "head_dim": sizes["hidden"] // 2}  # more than hidden / heads
-    mixture = sizes | {"layers": 3, "length": 6, "experts": 4}  # the first layer has no experts
-    return [*some, Case(1, **mixture), Case(1, **sizes | {"layers": 2, "length": 16, "ahead": 2})]
+    wide = sizes | {"length": 6, "tied": False, "head_dim": sizes["hidden"] // 2}
+    return [*some, Case(1, **wide)]  # of heads that are larger than hidden / heads
 
 
 def model_config(case: Case):
     config = ModelConfig(case.vocab, case.hidden, case.inner, case.layers, case.heads, 2)
-    if hasattr(case, "experts"):
-        config = config.override(num_local_experts=case.experts, mlp_only_layers=(0,))
-    if hasattr(case, "ahead"):
-        config = config.override(num_nextn_predict_layers=case.ahead)
     head_dim = getattr(case, "head_dim", config.head_dim)
     return config.override(tie_word_embeddings=case.tied, head_dim=head_dim)
 
@@ -52,41 +46,24 @@ def on_rank(rank, case: Case) -> dict:
     flops = rank.course.costs.model_flops_per_token
     config = model_config(case)
     result = {"FLOPs per token": (whole := flops(config, case.length))}
-    result["FLOPs that depend on the length"] = whole - flops(config, 0)
     # Of a wrong sum nobody sees which term is wrong: differences show it.
+    result["FLOPs that depend on the length"] = whole - flops(config, 0)
     more = flops(config.override(vocab_size=2 * case.vocab), case.length)
-    result["FLOPs that doubling the vocabulary adds"] = more - whole
-    more = flops(config.override(num_key_value_heads=4), case.length)
-    result["FLOPs that two more key heads add"] = more - whole
-    return result
+    return result | {"FLOPs that doubling the vocabulary adds": more - whole}
 
 
 def expected(case: Case) -> list[dict]:
-    model = Llama(config := model_config(case))
-    tokens = targets = torch.zeros(1, case.length, dtype=torch.int64)
-    if hasattr(case, "ahead"):
-        add_prediction_layers(model)
-        model.to_empty(device="cpu")
-        targets = tokens.expand(1 + case.ahead, 1, -1)
-    for i, layer in model.model.layers.items():
-        if hasattr(case, "experts") and i != "0":
-            # As many products as a router and the two experts that a token uses.
-            layer.mlp = MLP(case.hidden, 2 * case.inner)
-            router = torch.nn.Linear(case.hidden, case.experts, bias=False)
-            layer.mlp.register_forward_pre_hook(
-                lambda _, x, router=router: x[0] + router(x[0]).mean()
-            )
+    model, tokens = Llama(model_config(case)), torch.zeros(1, case.length, dtype=torch.int64)
+    for layer in model.model.layers.values():
         layer.core_attention = layer.self_attn.core_attention = SoftmaxAttention()
     # torch counts the products that really happen.
     with FlopCounterMode(display=False) as counter:
-        model(tokens, torch.arange(case.length), targets).backward()
+        model(tokens, torch.arange(case.length), tokens).backward()
     counts = counter.get_flop_counts()["Global"]
     # The only products of more than two dimensions; by the convention of MFU, half of them count.
     attention = counts[torch.ops.aten.bmm]
     right = {"FLOPs that depend on the length": attention // 2 // case.length}
-    right["FLOPs that doubling the vocabulary adds"] = 6 * case.vocab * case.hidden * len(targets)
-    key_heads = 6 * 2 * 2 * config.head_dim * case.hidden * config.num_layers  # and values
-    right["FLOPs that two more key heads add"] = key_heads
+    right["FLOPs that doubling the vocabulary adds"] = 6 * case.vocab * case.hidden
     return [right | {"FLOPs per token": (sum(counts.values()) - attention // 2) // case.length}]
 
 
@@ -107,6 +84,4 @@ attention_forgotten: Attention's own products are left out: scores and weighted 
 twice_forward: The sum is twice forward, and should be three times: backward alone has two products
     for each one of forward, the gradient of the input and the gradient of the weight.
     return 3 * => return 2 *
-of_a_sequence: The FLOPs of a whole sequence are returned: one token's are asked for.
-    return 3 * => return 3 * seq_length *
 """

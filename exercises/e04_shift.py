@@ -64,19 +64,16 @@ def traffic(case: Case) -> list[dict[str, Sent]]:
     return [{"send as shift": Sent(1, 8 * case.rows * case.columns)}] * case.ranks
 
 
-def order(case: Case, rank: int, record) -> str | None:
-    waits = [i for i, event in enumerate(record.events) if event.kind == "wait"]
-    if min(waits, default=len(record.events)) < record.place("mark", "Shift returns"):
-        return f"rank {rank} waits inside of Shift(...): nothing can be computed meanwhile"
-    if not record.count("batch", "2 messages"):
-        return f"rank {rank} starts its send and its receive one by one, not as one batch"
+ORDER = (
+    ("wait send", 0, 0, "Shift returns", "nothing can be computed meanwhile"),
+    ("wait receive", 0, 0, "Shift returns", "nothing can be computed meanwhile"),
+    ("batch 2 messages", 1, 1, "Shift returns", "start the send and the receive as one batch"),
+)
 
 
 MISTAKES = """
 backwards: It sends to the previous rank and receives from the next: the ring turns the wrong way.
     to, source => source, to
-always_the_next: It ignores the distance: every tensor goes to the next rank.
-    in (distance, -distance) => in (1, -1)
 send_awaited_first: It waits for its send before it posts its receive: all ranks do, none receives.
 - send = dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=to)
 + dist.isend(tensor, group=axis.group, group_dst=to).wait()

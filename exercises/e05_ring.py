@@ -84,8 +84,6 @@ all_first: All hops are done before the first tensor is yielded: n exist on each
 + yield from (((axis.rank - hop) % axis.size, one) for hop, one in enumerate(kept))
 not_awaited: A tensor is yielded before it has arrived: its buffer holds anything.
     tensor = shift.wait() => tensor = shift.arriving
-last_left_out: The last tensor is left out: it arrives, and is not used.
-- yield axis.next, tensor  # after n-1 hops the tensor is the next rank's
 own_passed_on: Every hop sends this rank's own tensor again: what has arrived must be passed on.
     shift = Shift(tensor => mine = mine if hop else tensor; shift = Shift(mine
 """

@@ -18,7 +18,6 @@ Read: data_parallel.py.
 """
 
 import math
-from itertools import pairwise
 
 import torch
 
@@ -55,22 +54,13 @@ def on_rank(rank, case: Case) -> dict:
     gradients = {f"{of}.grad": p.grad for of, p in parameters.items()}
     names = [*bucket.names], [*bucket.names]  # each backward looks them up
     found = {"self.names": names, "self.gradients": bucket.gradients}
-    another = rank.course.data_parallel.Bucket({n: w.detach() for n, w in parameters.items()})
-    is_shared = another.gradients.data_ptr() == bucket.gradients.data_ptr()
-    found["another bucket has the same memory"] = is_shared
-    found["self.gradients.requires_grad"] = bucket.gradients.requires_grad
-    # Where each gradient begins and ends in memory.
-    places = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in gradients.values())
-    found["gradients overlap"] = any(end > begin for (_, end), (begin, _) in pairwise(places))
     found["device of the gradients of parameters on `meta`"] = str(device)
     return {**gradients, **found, "bytes": storage_bytes([bucket.gradients, *gradients.values()])}
 
 
 def expected(case: Case) -> list[dict]:
     parts = [[gradient(case, r, i) for r in range(case.ranks)] for i in range(len(case.shapes))]
-    right = {"gradients overlap": False, "self.gradients.requires_grad": False}
-    right["another bucket has the same memory"] = False
-    right |= {f"{name(i)}.grad": SumOf(part) for i, part in enumerate(parts)}
+    right = {f"{name(i)}.grad": SumOf(part) for i, part in enumerate(parts)}
     right["self.names"] = ([name(i) for i in range(len(case.shapes))],) * 2
     right["self.gradients"] = torch.cat([torch.stack(part).sum(0).flatten() for part in parts])
     right["device of the gradients of parameters on `meta`"] = "meta"

@@ -28,9 +28,7 @@ BUCKETS, OF_BUCKET, MICRO_BATCHES = 4, 2, 2
 
 def cases(dice: Dice) -> list[Case]:
     n = dice.randint(8, 12)  # so that three of the smallest exceed the limit of a bucket
-    unequal = [n, n + 1, n + 3, n + 2]
-    sizes = (1, unequal, 1), (2, [n] * 4, 1), (3, [n] * 4, 1), (2, unequal, 2)
-    return [Case(ranks, sizes=of_buckets, steps=steps) for ranks, of_buckets, steps in sizes]
+    return [Case(2, sizes=[n, n + 1, n + 3, n + 2]), Case(3, sizes=[n] * 4)]
 
 
 def names_of(bucket: int) -> list[str]:
@@ -43,7 +41,7 @@ NAMES = [name for b in reversed(range(BUCKETS)) for name in names_of(b)]  # in f
 def arrivals(rank: int) -> list[str]:
     """The order in which gradients arrive: the first three buckets take turns by rank.
 
-    The last of a bucket arrives first on some ranks: also rank 0, which may be alone.
+    The last of a bucket arrives first on some ranks.
     """
     first = [names_of(b) for b in ((0, 1, 2), (1, 0, 2), (2, 1, 0))[rank % 3]]
     turns = range(OF_BUCKET) if rank % 2 else reversed(range(OF_BUCKET))
@@ -51,8 +49,8 @@ def arrivals(rank: int) -> list[str]:
     return [*early, *names_of(BUCKETS - 1)]
 
 
-def gradient(case: Case, step: int, rank: int, micro_batch: int, name: str):
-    return draw(case, step, rank, micro_batch, name, shape=(case.sizes[int(name[1])],))
+def gradient(case: Case, rank: int, micro_batch: int, name: str):
+    return draw(case, rank, micro_batch, name, shape=(case.sizes[int(name[1])],))
 
 
 def on_rank(rank, case: Case) -> dict:
@@ -60,56 +58,38 @@ def on_rank(rank, case: Case) -> dict:
     kind, most = rank.course.data_parallel.GradientBuckets, 8 * OF_BUCKET * max(case.sizes)
     buckets = kind(parameters, rank.axis("dp"), [], most)
     assert [len(bucket.names) for bucket in buckets.buckets] == [OF_BUCKET] * BUCKETS
-    results = {}
-    for step in range(case.steps):
-        results |= run_step(rank, case, step, buckets, parameters)
-    return results
-
-
-def run_step(rank, case: Case, step: int, buckets, parameters: dict) -> dict:
     buckets.begin(MICRO_BATCHES)
     for micro_batch in range(MICRO_BATCHES):
         for name in arrivals(rank.number):
             if micro_batch == MICRO_BATCHES - 1:
                 rank.mark("last gradient" if name == arrivals(rank.number)[-1] else "gradient")
-            parameters[name].grad += gradient(case, step, rank.number, micro_batch, name)
+            parameters[name].grad += gradient(case, rank.number, micro_batch, name)
             buckets.arrived(name)
     rank.mark("backward ends")
-    results = {f"sums begun in step {step}": len(buckets.works)}
+    results = {"sums begun": len(buckets.works)}
     if len(buckets.works) == BUCKETS:
         buckets.wait()
     else:  # it would fail
         [work.wait() for work in buckets.works]
-    grads = {n: parameter.grad.clone() for n, parameter in parameters.items()}
-    return results | {f"{n}.grad in step {step}": grad for n, grad in grads.items()}
+    return results | {f"{n}.grad": parameter.grad for n, parameter in parameters.items()}
 
 
 def expected(case: Case) -> list[dict]:
     parts = [(rank, i) for rank in range(case.ranks) for i in range(MICRO_BATCHES)]
-    right = {}
-    for step in range(case.steps):
-        sums = {n: SumOf(gradient(case, step, *part, n) for part in parts) for n in NAMES}
-        right[f"sums begun in step {step}"] = BUCKETS
-        right |= {f"{n}.grad in step {step}": total for n, total in sums.items()}
-    return [right] * case.ranks
+    right = {f"{n}.grad": SumOf(gradient(case, *part, n) for part in parts) for n in NAMES}
+    return [{"sums begun": BUCKETS} | right] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     share = 2 * (case.ranks - 1) / case.ranks
-    size = case.steps * share * 8 * OF_BUCKET * sum(case.sizes)
-    return [{"all_reduce": Sent(case.steps * BUCKETS, size)}] * case.ranks
+    return [{"all_reduce": Sent(BUCKETS, share * 8 * OF_BUCKET * sum(case.sizes))}] * case.ranks
 
 
-def order(case: Case, rank: int, record) -> str | None:
-    if case.ranks == 1:
-        return None
-    before = record.events[: record.place("mark", "last gradient")]
-    begun = [(event.kind, event.what) for event in before].count(("start", "all_reduce"))
-    if begun < BUCKETS - 1:
-        return f"rank {rank} has begun {begun} of {BUCKETS} sums when the last gradient arrives"
-    # Backward stands still while it waits.
-    if record.place("wait", "all_reduce") < record.place("mark", "backward ends"):
-        return f"rank {rank} waits for a sum while backward still runs"
+WAITS = "backward stands still meanwhile"
+ORDER = (
+    ("start all_reduce", BUCKETS - 1, BUCKETS, "last gradient", "all other buckets are complete"),
+    ("wait all_reduce", 0, 0, "backward ends", WAITS),
+)
 
 
 MISTAKES = """
@@ -121,9 +101,6 @@ one_each_call: A call begins at most one bucket: where it could begin two, the l
     self.axis)) => self.axis)); break
 sent_again: Every call sends all complete buckets again, also those that are on their way.
     [len(self.works) :] =>
-averaged: Gradients are averaged, and not summed: they are too small by a factor of dp, since the
-    step divides by the number of tokens in the whole global batch.
-    bucket.gradients, self.axis => bucket.gradients, self.axis, dist.ReduceOp.AVG
 awaited_at_once: A sum is awaited while backward still runs: it stands still while a bucket
     travels.
     bucket.gradients, self.axis)) => bucket.gradients, self.axis)); self.works[-1].wait()

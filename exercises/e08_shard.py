@@ -35,78 +35,62 @@ from exercises.compare import SumOf
 from exercises.exercise import Case, Dice, Sent, draw
 from exercises.memory import storage_bytes
 
-COLUMNS, STEPS = 2, 2
-NAMES = "abcd"  # of all matrices, and of those in each unit
-NAMES_OF_UNITS = {1: ("abcd",), 2: ("ab", "cd")}
+COLUMNS, STEPS, NAMES = 2, 2, "abcd"
 
 
 def cases(dice: Dice) -> list[Case]:
     rows = [dice.randint(4, 7) for _ in range(3)]
     rows.append(5)  # two ranks have 3 and 2, three have 2, 2 and 1
-    sizes = [("gradients", 2, 2, 2), ("gradients", 3, 3, 1), ("optimizer", 3, 3, 2)]
-    sizes += [("gradients", 2, 2, 1, "bfloat16"), ("optimizer", 2, 3, 2, "bfloat16")]
-    keys = "sharding", "ranks", "micro_batches", "units", "dtype"
-    some = [Case(rows=rows, **dict(zip(keys, values, strict=False))) for values in sizes]
-    queue = {"dtype": "bfloat16", "queue": True}  # whose gradients are wider than the weights
-    return [*some, Case(2, rows=rows, sharding="gradients", micro_batches=2, units=1, **queue)]
+    sizes = [("gradients", 2, 3, "float64"), ("optimizer", 3, 3, "float64")]
+    sizes += [("gradients", 3, 1, "float64"), ("optimizer", 2, 3, "bfloat16")]
+    return [
+        Case(n, sharding=what, micro_batches=m, rows=rows, dtype=dtype)
+        for what, n, m, dtype in sizes
+    ]
 
 
 def gradient_of(case: Case, rank: int, step: int, micro_batch: int, name: str):
     shape = case.rows[NAMES.index(name)], COLUMNS
-    gradient = draw(case, "gradient", rank, step, micro_batch, name, shape=shape)
-    return gradient if hasattr(case, "queue") else gradient.to(dtype_of(case))
+    return draw(case, "gradient", rank, step, micro_batch, name, shape=shape).to(dtype_of(case))
 
 
 def dtype_of(case: Case) -> torch.dtype:
     """Of the weights, and of gradients from autograd; masters and buffers are in float64."""
-    return getattr(torch, getattr(case, "dtype", "float64"))
-
-
-def build(rank, case: Case) -> list:
-    course, units, kind = rank.course, [], {"bias": False, "device": "meta", "dtype": torch.float64}
-    shard = course.placement.Cut("dp_cp", 0)
-    placement = course.placement.Placement((), copies=(), sums=("dp_cp",), further=(shard,))
-    axes, device = rank.axes(course.settings.Layout(dp=case.ranks)), torch.device("cpu")
-    args = axes, dtype_of(case), device, case.sharding, []
-    for names in NAMES_OF_UNITS[case.units]:
-        rows = {name: case.rows[NAMES.index(name)] for name in names}
-        modules = {name: [torch.nn.Linear(COLUMNS, n, **kind)] for name, n in rows.items()}
-        units.append(course.units.ShardedUnit(modules, dict.fromkeys(names, placement), *args))
-    return units
+    return getattr(torch, case.dtype)
 
 
 def on_rank(rank, case: Case) -> dict:
-    units, results, peak = build(rank, case), {}, 0
-    weights = [(unit, name) for unit in reversed(units) for name in reversed(list(unit.weights))]
-    if hasattr(case, "queue"):  # which calls without autograd, and in its own order
-        weights = weights[2:] + weights[:2]
+    course, kind = rank.course, {"bias": False, "device": "meta", "dtype": torch.float64}
+    shard = course.placement.Cut("dp_cp", 0)
+    placement = course.placement.Placement((), copies=(), sums=("dp_cp",), further=(shard,))
+    modules = {
+        n: [torch.nn.Linear(COLUMNS, rows, **kind)]
+        for n, rows in zip(NAMES, case.rows, strict=True)
+    }
+    axes, device = rank.axes(course.settings.Layout(dp=case.ranks)), torch.device("cpu")
+    table, args = dict.fromkeys(NAMES, placement), (axes, dtype_of(case), device, case.sharding, [])
+    unit, results, peak = course.units.ShardedUnit(modules, table, *args), {}, 0
     for step in range(STEPS):
-        for unit in units:
-            unit.begin(case.micro_batches)
-        for micro_batch, (unit, name) in product(range(case.micro_batches), weights):
+        unit.begin(case.micro_batches)
+        for micro_batch, name in product(range(case.micro_batches), reversed(NAMES)):
             weight = unit.weights[name]
             new = gradient_of(case, rank.number, step, micro_batch, name)
-            if not hasattr(case, "queue"):
-                new = weight.grad = new if weight.grad is None else weight.grad + new
+            weight.grad = new if weight.grad is None else weight.grad + new  # as autograd does
             rank.mark(name)
-            unit.arrived(name, new)
-            buffers = [one.buffer for one in units if one.buffer is not None]
-            buffers += [buffer for one in units for _, buffer, _ in one.travelling]
+            unit.arrived(name, weight.grad)
+            buffers = [] if unit.buffer is None else [unit.buffer]
+            buffers += [buffer for _, buffer, _ in unit.travelling]
             peak = max(peak, storage_bytes(buffers))
         rank.mark("|")
-        for unit in reversed(units):
-            unit.wait()
-        masters = {name: master for unit in units for name, master in unit.masters.items()}
-        results |= {f"gradient of {k}, step {step}": m.grad.clone() for k, m in masters.items()}
-    left = [name for unit in units for name, w in unit.weights.items() if w.grad is not None]
-    shared = all(one.travelling is units[0].travelling for one in units)
-    results |= {"weights that still have a gradient": left, "units share self.travelling": shared}
-    return results | {"peak": peak}
+        unit.wait()
+        gradients = {name: master.grad.clone() for name, master in unit.masters.items()}
+        results |= {f"gradient of {name}, step {step}": g for name, g in gradients.items()}
+    left = [name for name, weight in unit.weights.items() if weight.grad is not None]
+    return results | {"weights that still have a gradient": left, "peak": peak}
 
 
 def expected(case: Case) -> list[dict]:
-    common = {"weights that still have a gradient": [], "units share self.travelling": True}
-    results = [dict(common) for _ in range(case.ranks)]
+    results = [{"weights that still have a gradient": []} for _ in range(case.ranks)]
     for step, name in product(range(STEPS), NAMES):
         parts = []  # of each rank's sum over its micro-batches
         for rank in range(case.ranks):
@@ -117,21 +101,18 @@ def expected(case: Case) -> list[dict]:
     return results
 
 
-def buffer_bytes(case: Case) -> list[int]:
-    """Of each unit: the bytes of its buffer."""
-    each = {name: -(-case.rows[i] // case.ranks) * COLUMNS * 8 for i, name in enumerate(NAMES)}
-    units = NAMES_OF_UNITS[case.units]
-    return [case.ranks * sum(each[name] for name in names) for names in units]
+def buffer_bytes(case: Case) -> int:
+    return case.ranks * sum(-(-rows // case.ranks) * COLUMNS * 8 for rows in case.rows)
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
     times = STEPS * (case.micro_batches if case.sharding == "gradients" else 1)
-    size = times * (case.ranks - 1) / case.ranks * sum(buffer_bytes(case))
-    return [{"reduce_scatter": Sent(case.units * times, size)}] * case.ranks
+    size = times * (case.ranks - 1) / case.ranks * buffer_bytes(case)
+    return [{"reduce_scatter": Sent(times, size)}] * case.ranks
 
 
 def memory(case: Case, rank: int, record) -> str | None:
-    most = 2 // case.units * sum(buffer_bytes(case))  # two buffers
+    most = 2 * buffer_bytes(case)
     if (peak := record.values["peak"]) > most:
         return f"rank {rank} has buffers of {peak} bytes; {most} are enough for two of them"
 
@@ -150,12 +131,10 @@ def order(case: Case, rank: int, record) -> str | None:
 
 
 MISTAKES = """
-sums_not_wide: Gradients are added in their own dtype: in bfloat16 each sum is rounded.
-    inside.add_(part) => inside.copy_(inside.to(part.dtype) + part)
-always_replaced: Each gradient replaces the one before: earlier micro-batches' are lost.
-    inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
 never_replaced: A step's first gradient is added to what the step before has left in the buffer.
     self.reduces_each or not self.arrivals[name] => self.reduces_each
+always_replaced: Each gradient replaces the one before: earlier micro-batches' are lost.
+    inside.copy_(part) if is_first else inside.add_(part) => inside.copy_(part)
 gradient_not_freed: weight.grad is not set to None: autograd adds the next gradient to it, and
     earlier ones count twice.
     self.weights[name].grad = None => pass

@@ -75,8 +75,6 @@ keys_whole: k_proj and v_proj are whole on every rank: its query heads meet the 
     cuts = (Cut( => cuts = () if module in ("k_proj", "v_proj") else (Cut(
 embedding_by_columns: embed_tokens is cut along the hidden size: cut its vocabulary.
     in ROW_PARALLEL => in (*ROW_PARALLEL, "embed_tokens")
-nothing_cut: Nothing is cut over tp: all ranks compute everything, and sums are tp times too large.
-    (Cut("tp", 1 if module in ROW_PARALLEL else 0),) => ()
 norms_not_summed: With sequence parallelism each rank has seen a part of the tokens, and its
     gradient of a norm is a part of the sum.
     ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",) => ("dp_cp",)

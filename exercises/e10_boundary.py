@@ -22,39 +22,20 @@ Read: tensor_parallel.py, extensions/overlap/boundary.py, extensions/overlap/lin
   production: `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
-from exercises import boundaries
+from exercises.boundaries import SEQUENCE, expected, on_rank, order, traffic  # noqa: F401
 from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"batch": 2, "hidden": dice.randint(3, 6), "inner": 4}
-    some = [(2, 3, "Boundary", "float64"), (3, 2, "Boundary", "float64")]
-    some += [(2, 4, "SequenceBoundary", "float64"), (2, 2, "Boundary", "bfloat16")]
-    return [Case(n, length=S, kind=kind, dtype=dtype, **sizes) for n, S, kind, dtype in some]
-
-
-def on_rank(rank, case: Case) -> dict:
-    return boundaries.run(rank, case)
-
-
-def expected(case: Case) -> list[dict]:
-    return boundaries.expected(case)
-
-
-def traffic(case: Case) -> list[dict]:
-    return boundaries.traffic(case)
-
-
-def order(case: Case, rank: int, record) -> str | None:
-    return boundaries.order(case, rank, record)
+    some = (2, 3, "Boundary"), (3, 2, "Boundary"), (2, 4, SEQUENCE)
+    return [Case(n, length=S, kind=kind, **sizes) for n, S, kind in some]
 
 
 MISTAKES = """
 not_summed: Products are not summed over the ranks: each continues with its own part.
     y, work = self.start_sum(add_products(xs, products)) => y = add_products(xs, products)
     work.wait() => pass
-averaged: The ranks' parts are averaged: what comes out is tp times too small.
-    start_all_reduce(y, self.axis => start_all_reduce(y, self.axis, dist.ReduceOp.AVG
 whole_summed: What all ranks have already is summed once more, forward and backward: it becomes tp
     times too large in each sublayer.
 - return x

@@ -18,38 +18,20 @@ Read: extensions/overlap/boundary.py, collectives.py.
   `torch.distributed.tensor.parallel.SequenceParallel`.
 """
 
-from exercises import boundaries
+from exercises.boundaries import SEQUENCE, expected, on_rank, order, traffic  # noqa: F401
 from exercises.exercise import Case, Dice
 
 
 def cases(dice: Dice) -> list[Case]:
-    sizes = {"length": 12, "hidden": dice.randint(3, 6), "inner": 4, "kind": "SequenceBoundary"}
+    sizes = {"length": 12, "hidden": dice.randint(3, 6), "inner": 4, "kind": SEQUENCE}
     batch = dice.randint(2, 3)
-    batches = (2, batch), (4, batch), (2, 1)
-    some = [Case(ranks, batch=n, dtype="float64", **sizes) for ranks, n in batches]
-    return [*some, Case(2, batch=1, dtype="bfloat16", **sizes)]
-
-
-def on_rank(rank, case: Case) -> dict:
-    return boundaries.run(rank, case)
-
-
-def expected(case: Case) -> list[dict]:
-    return boundaries.expected(case)
-
-
-def traffic(case: Case) -> list[dict]:
-    return boundaries.traffic(case)
+    return [Case(ranks, batch=n, **sizes) for ranks, n in ((2, batch), (4, batch), (2, 1))]
 
 
 def memory(case: Case, rank: int, record) -> str | None:
     part = 8 * case.batch * case.length * case.hidden / case.ranks
     if (kept := record.values.get("bytes", part)) != part:
         return f"rank {rank} keeps {kept} bytes of a sum; its part of the sequence needs {part:g}"
-
-
-def order(case: Case, rank: int, record) -> str | None:
-    return boundaries.order(case, rank, record)
 
 
 MISTAKES = """
@@ -64,8 +46,6 @@ not_summed: `start_sum` takes this rank's part of its own tensor: nothing is sum
 awaited_at_once: `start_sum` waits until the sum is there: weight gradients are computed only then.
     return collectives.start_reduce => begun = collectives.start_reduce
     y, self.axis, dim=1) => y, self.axis, dim=1); begun[1].wait(); return begun
-averaged: The ranks' parts are averaged: what comes out is tp times too small.
-    start_reduce_scatter(y, => start_reduce_scatter(y / self.axis.size,
 own_maximum: `maximum` returns this rank's own value: all need the largest of all ranks.
 - return _all_reduce(amax, self.axis, op=dist.ReduceOp.MAX)
 + return amax

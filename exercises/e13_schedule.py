@@ -17,16 +17,9 @@ Read: pipeline_schedule.py.
   production: `torch.distributed.pipelining.Schedule1F1B`.
 """
 
-from typing import Any
-
 from exercises.exercise import Case, Dice
-from exercises.ranks import Rank
-from exercises.world import Deadlock
-from picotron_min.extensions.schedules.simulator import Timeline
-from picotron_min.pipeline_schedule import Plan
 
-PROBLEM = "what is wrong with the plans"
-FINE = {PROBLEM: "nothing"}
+BEYOND = "actions of micro-batches that are not there"
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -36,42 +29,22 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
-    p, m = case.stages, case.micro_batches
+    p, m, simulator = case.stages, case.micro_batches, rank.course.simulator
     plans = [rank.course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
-    results, timeline = played(rank, plans, m - 1)
-    if timeline:
-        results["most micro-batches alive"] = [*map(rank.course.simulator.peak_live, plans)]
-    return results
-
-
-def played(rank: Rank, plans: list[Plan], last: int) -> tuple[dict[str, Any], Timeline | None]:
-    """Results that all schedules have, and the timeline; `last`: the largest micro-batch.
-
-    Deadlock has the circle of ranks.
-    """
-    results = FINE | {"plans": [[str(action) for action in plan] for plan in plans]}
-    for r, action in ((r, action) for r, plan in enumerate(plans) for action in plan):
-        if not 0 <= action.micro_batch <= last:  # the simulator would miss the rest
-            problem = f"rank {r} has '{action}', but the last micro-batch is {last}"
-            return results | {PROBLEM: problem}, None
-    # The simulator expects that every rank has something to do.
-    if idle := [r for r, plan in enumerate(plans) if not plan]:
-        return results | {PROBLEM: f"rank {idle[0]} has nothing to do"}, None
-    try:
-        timeline = rank.course.simulator.simulate(plans)
-    except ValueError as error:
-        if "deadlock" in str(error):
-            raise Deadlock(str(error).removeprefix("deadlock, ")) from None
-        return results | {PROBLEM: str(error)}, None
-    results |= {"time": timeline.makespan, "drawing": rank.course.draw.draw(timeline)}
-    results["bubble of each rank"] = [timeline.bubble(r) for r in range(len(plans))]
-    return results, timeline
+    results = {"plans": [[str(action) for action in plan] for plan in plans]}
+    beyond = [(r, str(a)) for r, plan in enumerate(plans) for a in plan if a.micro_batch >= m]
+    if beyond or not all(plans):  # the simulator expects that every rank has something to do
+        return results | {BEYOND: beyond}
+    timeline = simulator.simulate(plans)
+    results |= {BEYOND: [], "time": timeline.makespan, "drawing": rank.course.draw.draw(timeline)}
+    results["bubble of each rank"] = [timeline.bubble(r) for r in range(p)]
+    return results | {"most micro-batches alive": [*map(simulator.peak_live, plans)]}
 
 
 def expected(case: Case) -> list[dict]:
     # By the formulas of the sheet: a plan that is as short, with as few alive, is right.
     p, m = case.stages, case.micro_batches
-    results = FINE | {"bubble of each rank": [(p - 1) / (m + p - 1)] * p}
+    results = {BEYOND: [], "bubble of each rank": [(p - 1) / (m + p - 1)] * p}
     results["most micro-batches alive"] = [min(m, p - rank) for rank in range(p)]
     return [results | {"time": 3.0 * (m + p - 1)}]  # F takes 1 and B takes 2
 
@@ -95,8 +68,4 @@ all_forwards_first: All forwards come first. The bubble is the same, but all mic
 warmup_too_short: The warm-up is one forward too short: some rank behind has nothing to do while
     this one waits for a gradient.
     ranks - rank - 1 => max(0, ranks - rank - 2)
-no_cool_down: There is no cool-down: as many backwards as the warm-up has forwards are missing.
-- return alternating([num_micro_batches], chunks, warmup=ranks - rank - 1)
-+ m, w = num_micro_batches, min(num_micro_batches, ranks - rank - 1)
-+ return alternating([m], chunks, w)[: 2 * m - w]
 """

@@ -23,11 +23,10 @@ Read: pipeline_parallel.py.
   backward. In production: `deallocate_output_tensor` of Megatron-LM.
 """
 
-import contextlib
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,16 +35,13 @@ from exercises.exercise import Case, Dice, draw
 from picotron_min.extensions.schedules.registry import SCHEDULES
 
 B, S, E, V = 2, 3, 4, 11
-GRAPH = "the totals, and what is sent, have a graph"
 
 
 def cases(dice: Dice) -> list[Case]:
     return [
         Case(2, engine="afab", micro_batches=8, chunks=1, training=True),
+        Case(dice.choice((2, 3)), engine="interleaved", micro_batches=4, chunks=2, training=False),
         Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True),
-        Case(2, engine="interleaved", micro_batches=4, chunks=2, training=True),
-        # In a V, one rank has stages that are neighbours: no message is between them.
-        Case(dice.choice((2, 3)), engine="zb_v", micro_batches=8, chunks=2, training=False),
         Case(1, engine="1f1b", micro_batches=3, chunks=1, training=True),  # first and last stage
     ]
 
@@ -72,89 +68,39 @@ def forward(weights: list[Tensor], x: Tensor, positions: Tensor, targets, extra:
     return F.cross_entropy((x @ weights[1].T).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-class Outputs:
-    """How many outputs are alive, now and when each forward began."""
-
-    def __init__(self) -> None:
-        self.alive, self.counts, self.is_forward = 0, [], False
-
-    def copy(self, values: Tensor) -> Tensor:
-        """The same values, in memory that counts as long as any tensor or view lies in it."""
-        memory = np.array(values.detach().numpy())
-        self.alive += 1
-        weakref.finalize(memory, self._released)
-        return torch.from_numpy(memory)  # its storage keeps `memory` alive
-
-    def _released(self) -> None:
-        self.alive -= 1
-
-    @contextlib.contextmanager
-    def watch(self, action):
-        self.is_forward = action.kind.value == "F"
-        self.counts += [self.alive] * self.is_forward
-        yield
-        self.is_forward = False
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, outputs, x):  # saves nothing: backward needs no values
-        return outputs.copy(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None, dy
-
-
 class PartOfModel(nn.Module):
-    def __init__(self, weights: list[Tensor], stage, outputs: Outputs) -> None:
+    """Notes how many of its outputs are alive, at most, when a forward begins."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
         super().__init__()
-        self.weights, self.stage, self.outputs = nn.ParameterList(weights), stage, outputs
+        self.weights, self.outputs, self.most_alive = nn.ParameterList(weights), [], 0
 
     def forward(self, x: Tensor, positions: Tensor, targets, *extra: Tensor) -> Tensor:
-        _, first, last = self.stage
-        gets = f"{self.stage} gets {'an activation' if x.is_floating_point() else 'tokens'}"
-        gets += f" with{'out' * (targets is None)} targets"
-        assert (x.is_floating_point(), targets is None) == (not first, not last), gets
-        y = forward(list(self.weights), x, positions, targets, *extra)
-        return _Copy.apply(self.outputs, y)
+        self.most_alive = max(self.most_alive, sum(one() is not None for one in self.outputs))
+        out = forward(list(self.weights), x, positions, targets, *extra)
+        self.outputs.append(weakref.ref(out))
+        return out
 
 
 def on_rank(rank, case: Case) -> dict:
     course, p, v = rank.course, case.ranks, case.chunks
-    axis, parallel, outputs = rank.axis("pp"), course.pipeline_parallel, Outputs()
-    chunks, read, graphs, waits = [], [], [], []
+    axis, parallel, chunks = rank.axis("pp"), course.pipeline_parallel, []
     schedule = course.registry.SCHEDULES[case.engine]
-    # Parts of a tiny model, whose outputs are counted.
+    # Parts of a tiny model.
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
         mine = weights_of(case, stage.layers.start, p * v - 1)
-        chunks.append(parallel.Chunk(stage, PartOfModel(mine, stage, outputs)))
-
-    def read_batch(i: int):
-        read.append(i)
-        return course.data.Batch(*batch_of(case, i))
-
-    def record(collective: str, tensor: Tensor, *share: float) -> None:  # of all that is sent
-        graphs.append(tensor.requires_grad)
-        in_ledger(collective, tensor, *share)
-
-    def arrived(*key) -> Tensor:
-        waits.append(outputs.is_forward)
-        return awaited(*key)
-
-    in_ledger, axis.ledger.record = axis.ledger.record, record
+        chunks.append(parallel.Chunk(stage, PartOfModel(mine)))
     empty = partial(torch.empty, B, S, E, dtype=torch.float64)
     pipeline = parallel.Pipeline(chunks, axis, torch.device("cpu"), empty)
-    awaited, pipeline._arrived = pipeline._arrived, arrived
     build = course.pipeline_messages.build_plans
     plan = build(schedule, p, case.micro_batches, v, training=case.training)[rank.number]
     with torch.set_grad_enabled(case.training):
-        totals = pipeline.run(plan, read_batch, outputs.watch)
-    results = {"micro-batches read": sorted(read), "[loss, number of targets]": totals.detach()}
+        totals = pipeline.run(plan, lambda i: course.data.Batch(*batch_of(case, i)), nullcontext)
     weights = [w for chunk in chunks for w in chunk.model.weights]
+    results = {"[loss, number of targets]": totals.detach()}
     results["gradients"] = [w.grad for w in weights if w.grad is not None]
-    results |= {GRAPH: (totals.requires_grad, any(graphs)), "outputs alive": outputs.counts}
-    results["waits within self.watch"] = any(waits)
+    results["the totals have a graph"] = totals.requires_grad
+    results["outputs alive"] = max(chunk.model.most_alive for chunk in chunks)
     return results | {"left in self.live": len(pipeline.live)}
 
 
@@ -174,27 +120,21 @@ def expected(case: Case) -> list[dict]:
     for rank in range(case.ranks):
         stages = [stage for stage in range(last + 1) if place(stage, case.ranks)[0] == rank]
         gradients = [w.grad for stage in stages for w in weights[stage] if w.grad is not None]
-        read = [i for i in range(case.micro_batches) for _ in stages]  # once in each forward
-        mine = {"micro-batches read": read, "[loss, number of targets]": totals * (last in stages)}
-        mine |= {"gradients": gradients, GRAPH: (False, False), "left in self.live": 0}
-        mine["waits within self.watch"] = False
-        results.append(mine)
+        mine = {"[loss, number of targets]": totals * (last in stages), "gradients": gradients}
+        results.append(mine | {"the totals have a graph": False, "left in self.live": 0})
     return results
 
 
 def memory(case: Case, rank: int, record) -> str | None:
-    alive = max(record.values["outputs alive"], default=0)
-    if alive > case.chunks:
-        what = f"rank {rank} keeps {alive} outputs of earlier forwards alive"
-        return f"{what}; at most one a chunk is needed, which is on its way"
+    if (alive := record.values["outputs alive"]) > 1:
+        what = f"rank {rank} keeps {alive} outputs of earlier forwards of a chunk alive"
+        return f"{what}; at most one is needed, which is on its way"
 
 
 MISTAKES = """
 output_kept: The output itself is kept until backward: that needs the graph behind it, not its
     values. With 8 forwards first, 7 outputs are kept for nothing.
     get_gradient_edge(out) => out
-sent_with_graph: What is sent still has its graph, so that the message keeps the graph alive.
-    c] = out.detach() => c] = out
 loss_with_graph: The loss is added with its graph: the totals keep the graphs of all micro-batches.
     self.totals[0] += out.detach() => self.totals[0] += out
 no_leaf: The input in self.live has no gradient to send back: it must be a leaf that requires one.

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from exercises.exercise import Case, Dice, Sent, draw
 
-READ = "what the host reads, on meta"
-
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"vocab": 4 * dice.randint(2, 4) + 1, "hidden": 4 * dice.randint(1, 3)}
@@ -70,25 +68,10 @@ def on_rank(rank, case: Case) -> dict:
         parts[name] = gradient(case, name)[mine]
         parameters[name] = nn.Parameter(torch.empty_like(parts[name]))
         parameters[name].grad = parts[name].clone()
-    measure = course.optimizer.measure_gradient
-    share = measure(parameters, table, axes.ranks, case.zeros)
+    share = course.optimizer.measure_gradient(parameters, table, axes.ranks, case.zeros)
     total = course.collectives.all_reduce(share.clone(), axes.world)
     changed = [name for name, part in parts.items() if not parameters[name].grad.equal(part)]
-    results = {"[squares, zeros] of all ranks": total, "gradients that it has changed": changed}
-    return results | {READ: read_by(measure, parameters, table, axes.ranks, case.zeros)}
-
-
-def read_by(measure, parameters: dict, table: dict, ranks: dict, zeros: bool) -> str:
-    """What the host waits for, with gradients on a device whose numbers it cannot read."""
-    parameters = {name: nn.Parameter(p.to("meta")) for name, p in parameters.items()}
-    firsts = dict.fromkeys(ranks, 0)  # who counts all
-    for parameter in parameters.values():
-        parameter.grad = torch.empty_like(parameter)
-    try:
-        is_there = measure(parameters, table, firsts, zeros).is_meta
-    except RuntimeError:
-        is_there = False
-    return "nothing" if is_there else "a number, for which it waits"
+    return {"[squares, zeros] of all ranks": total, "gradients that it has changed": changed}
 
 
 def expected(case: Case) -> list[dict]:
@@ -97,7 +80,7 @@ def expected(case: Case) -> list[dict]:
     zeros = (whole == 0).sum() if case.zeros else torch.zeros(())
     total = torch.stack([(whole**2).sum(), zeros]).double()
     right = {"[squares, zeros] of all ranks": total}
-    return [right | {"gradients that it has changed": [], READ: "nothing"}] * case.ranks
+    return [right | {"gradients that it has changed": []}] * case.ranks
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
@@ -115,8 +98,6 @@ rank_0_only: Only the first rank counts anything: the parts that other ranks hol
     if all(ranks[axis] == 0 for axis in placements[name].copies) => if ranks["world"] == 0
 norms_added: The norm is returned, not its square: norms do not add up. (3, 4) has 5, not 7.
     .square() =>
-on_the_host: It reads numbers, as .item(), `if` and a result on the CPU do: the host waits.
-    torch.stack([squares, zeros]) => torch.tensor([squares, zeros], dtype=squares.dtype)
 squared_in_float32: Where the gradient is float32, it is squared in float32, and loses digits before
     anything is float64: convert first.
     to(device, torch.float64).square() => square().to(device, torch.float64)

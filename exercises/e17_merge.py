@@ -76,6 +76,4 @@ exp_first: exp() is computed before anything is subtracted: it overflows for lar
 never_divided: The weighted sum is never divided by the sum of the weights: the result is no mean.
     lse_1 - lse => lse_1
     lse_2 - lse => lse_2
-not_weighted: The blocks are added without weights: each is a mean already.
-    (lse_1 - lse).exp()[..., None] * out_1 + (lse_2 - lse).exp()[..., None] * => out_1 +
 """

@@ -73,21 +73,18 @@ def on_rank(rank, case: Case) -> dict:
     router = course.router.Router(config, SimpleNamespace(**values), tally, layer=1)
     router.sum_over_sequences = partial(course.collectives.all_reduce, axis=axes.cp_tp)
     router.sum_over_batch = partial(course.collectives.all_reduce, axis=axes.dp)
-    place, results = (axes.dp.rank, axes.cp.rank), {"losses": losses}
+    place, results = (axes.dp.rank, axes.cp.rank), {}
     for i in range(MICRO_BATCHES):
         gradient = router._balance(shares_of(case, *place, i))
         results[f"gradient, micro-batch {i}"] = gradient.clone()
-    if "global" in used:  # else nobody reads them
-        results["counts of the step, by layer"] = counts
-    return results
+    return results | losses
 
 
 def counts_of(case: Case, dp: int, sequence: int, micro_batch: int) -> torch.Tensor:
     counts = torch.zeros(case.experts, dtype=torch.float64)
     for cp in range(case.cp):
         for token in shares_of(case, dp, cp, micro_batch)[sequence]:
-            for expert in sorted(range(case.experts), key=lambda i: -token[i])[: case.k]:
-                counts[expert] += 1
+            counts[token.argsort(descending=True)[: case.k]] += 1
     return counts
 
 
@@ -96,7 +93,7 @@ def expected(case: Case) -> list[dict]:
     for rank in range(case.ranks):
         dp, cp = divmod(rank, case.cp)
         seen, losses = 0, Counter()
-        result = {"losses": losses}
+        result = {}
         for i in range(MICRO_BATCHES):
             of = [[counts_of(case, d, b, i) for b in sequences] for d in range(case.dp)]
             seen = seen + sum(map(sum, of))
@@ -109,10 +106,7 @@ def expected(case: Case) -> list[dict]:
                     loss = float((shares_of(case, dp, cp, i)[b] * f[name]).sum())
                     losses[REPORTED(NAMES[name])] += loss
             result[f"gradient, micro-batch {i}"] = torch.stack(rows)[:, None]
-        if "global" in used:
-            counts = torch.stack([torch.zeros(case.experts).double(), seen])
-            result["counts of the step, by layer"] = counts
-        results.append(result)
+        results.append(result | losses)
     return results
 
 
@@ -133,8 +127,6 @@ own_batch_only: The global loss counts this rank's sequences alone, not other ra
     of_step += self.sum_over_batch(counts.sum(0)) => of_step += counts.sum(0)
 sequence_for_batch: The loss over the batch takes each sequence by itself.
     , counts.sum(0) => , counts
-counts_for_parts: Counts are not divided by their sum: the loss grows with the number of tokens.
-    (X * scope / scope.sum(-1, keepdim=True)) => (X * scope)
 one_expert_counted: Only the best expert of a token is counted: it uses k.
     self.config.num_experts_per_tok => 1
 coefficient_reported: The reported losses are multiplied by their coefficients: losses of two runs

@@ -9,22 +9,21 @@ what meanwhile() returns.
 1. Count the rows that leave for each rank and each of its experts. Exchange the counts, so that
    each rank knows what arrives. Give self.limit.check_rows the rows that arrive for each
    expert here, and the tokens of all ranks, as many as here on each: it refuses too many rows
-   before they travel. If self.limit.rows_each(len(x)) is a number, every rank sends that many rows
-   to every expert: no counts travel, and there is nothing to check.
+   before they travel. Experts are not padded here: self.limit.rows_each(len(x)) is None.
 2. Sort the pairs by expert; send their rows of x and their weights. Call meanwhile() while they
-   travel. With etp, each rank of etp gets a copy of what is for its experts.
+   travel. No expert is divided here: etp is 1, and there are no copies of rows.
 3. Rows arrive rank by rank, from each expert by expert: sort them by expert for
    run(rows, sizes, weights), whose sizes are the rows of each expert here, and undo that.
-4. Send the results back to where the rows came from. Add the copies, then each token's k rows.
-Axis and sizes: self.axis (over ep and etp), self.ep, self.etp, self.num_experts. An expert of
-num_experts marks a dropped pair, which `Pairs` leaves out.
+4. Send the results back to where the rows came from. Add each token's k rows.
+Axis and sizes: self.axis (over ep), self.ep, self.num_experts. An expert of num_experts marks a
+dropped pair, which `Pairs` leaves out.
 Read: extensions/experts/dispatch.py, extensions/experts/moe.py.
 
 ? Counts, there, experts, back. Pairs sorts on both sides; its collect undoes its spread.
 ? count, all_to_all, Pairs(experts, num_rows, rows_each) with spread, sort and collect,
-  Exchange(axis, to_each, from_each) with start and wait, repeat_chunks, add_chunks.
-? count(...)[:-1], viewed as [ep, 1, X/ep] and expanded over etp, are the counts that leave;
-  all_to_all with dims 0, 0 gives those that arrive. Sums of their rows are Exchange's lists; of
+  Exchange(axis, to_each, from_each) with start and wait.
+? count(...)[:-1], viewed as [ep, X/ep], are the counts that leave; all_to_all with dims 0, 0 gives
+  those that arrive. Sums of their rows are Exchange's lists; of
   columns, the sizes. From each rank come experts 0 .. X/ep - 1, each as often as counted: Pairs
   with k = 1 sorts them. Each tensor has its own Exchange; back, the lists are swapped.
 ! 2 r b + r w bytes forward for r rows that leave, and as much in backward. In production:
@@ -35,19 +34,15 @@ import torch
 
 from exercises.exercise import Case, Dice, Sent, draw
 
-E, INNER = 3, 4
+E = 3
 CHECKS, SIZES = "what self.limit.check_rows gets", "sizes that run gets"
 WEIGHTS = "weights that each expert gets, sorted"
 
 
 def cases(dice: Dice) -> list[Case]:
     tokens = {ranks: [dice.randint(3, 6) for _ in range(ranks)] for ranks in (2, 3, 4)}
-    sizes = [(2, 2, 1, 4, 3, None), (3, 3, 1, 6, 2, None), (4, 2, 2, 6, 1, None)]
-    sizes += [(2, 2, 1, 4, 3, 6.0), (4, 2, 2, 6, 2, 6.0)]  # every expert takes all tokens
-    some = [
-        Case(n, ep=ep, etp=etp, experts=X, k=k, tokens=[4] * n if c else tokens[n], capacity=c)
-        for n, ep, etp, X, k, c in sizes
-    ]
+    sizes = (2, 4, 3), (3, 6, 2), (4, 8, 1)
+    some = [Case(n, ep=n, experts=X, k=k, tokens=tokens[n]) for n, X, k in sizes]
     some[1].unused = 3  # the last experts get no tokens, so that the last rank gets no rows
     return some
 
@@ -63,29 +58,24 @@ def inputs(case: Case, rank: int):
     return x.requires_grad_(), weights.requires_grad_(), experts, d_out
 
 
-def expert(case: Case, number: int, x, part: slice = slice(None)):
-    into = draw(case, "into", number, shape=(E, INNER))[:, part]
-    out_of = draw(case, "out of", number, shape=(INNER, E))[part]
-    return (x @ into).tanh() @ out_of
+def expert(case: Case, number: int, x):
+    return (x @ draw(case, "expert", number, shape=(E, E))).tanh()
 
 
 def on_rank(rank, case: Case) -> dict:
     course = rank.course
-    axes = rank.axes(course.settings.Layout(dp=case.ranks, ep=case.ep, etp=case.etp))
-    pads = {"moe_expert_capacity_factor": case.capacity, "moe_pad_expert_input_to_capacity": True}
-    routing = course.settings.Routing(**(pads if case.capacity else {}))
-    limit, checks, calls, got = course.moe.Limit(case.experts, case.k, routing), [], [], []
-    each, width = case.experts // case.ep, INNER // case.etp
-    part = slice(axes.etp.rank * width, (axes.etp.rank + 1) * width)
+    axes = rank.axes(course.settings.Layout(dp=case.ranks, ep=case.ep))
+    limit = course.moe.Limit(case.experts, case.k, course.settings.Routing())
+    checks, calls, got, each = [], [], [], case.experts // case.ep
 
     def run(rows, sizes, weights):
         calls.append([int(size) for size in sizes])
         if len(sizes) != each:
             raise ValueError(f"run gets sizes={sizes}, and this rank has {each} experts")
         parts = [*zip(rows.split(sizes), weights.split(sizes), strict=True)]
-        got.append([sorted(filter(None, w.tolist())) for _, w in parts])  # no weight of padding
-        first = axes.ep.rank * each  # of this rank's experts
-        outs = [w[:, None] * expert(case, first + i, r, part) for i, (r, w) in enumerate(parts)]
+        got.append([sorted(w.tolist()) for _, w in parts])
+        first = rank.number * each  # of this rank's experts
+        outs = [w[:, None] * expert(case, first + i, r) for i, (r, w) in enumerate(parts)]
         return torch.cat(outs)
 
     def check_rows(sizes, num_tokens):
@@ -95,70 +85,52 @@ def on_rank(rank, case: Case) -> dict:
     limit.check_rows = check_rows
     x, weights, experts, d_out = inputs(case, rank.number)
     dispatch = course.dispatch.AllToAllDispatch(limit, axes)
-    scale = torch.ones(1, requires_grad=True)  # a weight of shared experts
-    out, shared = dispatch(x, weights, experts, run, lambda: rank.mark("shared") or 2 * scale)
+    out, shared = dispatch(x, weights, experts, run, lambda: rank.mark("meanwhile") or "shared")
     assert calls, "run was not called: a rank without rows runs its experts, too, for backward"
     results = {"out": out.detach(), "shared": shared, SIZES: calls, WEIGHTS: got, CHECKS: checks}
-    for result, gradient in ((out, d_out), (shared, torch.ones(1))):
-        if getattr(result, "requires_grad", False) and result.shape == gradient.shape:
-            result.backward(gradient)
-    for name, leaf in {"x": x, "weights": weights, "what meanwhile uses": scale}.items():
-        zeros = torch.zeros_like(leaf)
-        results[f"gradient of {name}"] = zeros if leaf.grad is None else leaf.grad
-    return results
+    gradients = torch.autograd.grad(out, (x, weights), d_out, allow_unused=True)
+    return results | dict(zip(("gradient of x", "gradient of weights"), gradients, strict=True))
 
 
 def expected(case: Case) -> list[dict]:
-    results, each, two = [], case.experts // case.ep, torch.tensor([2.0])
+    results, each = [], case.experts // case.ep
     every = zip(*(inputs(case, rank)[1:3] for rank in range(case.ranks)), strict=True)
     all_weights, all_experts = map(torch.cat, every)
     for rank in range(case.ranks):
         x, weights, experts, d_out = inputs(case, rank)
-        out, first = torch.zeros_like(x), rank // case.etp * each
+        out, first = torch.zeros_like(x), rank * each
         # Pair by pair, without sorting or sending anything.
         for t, j in (experts < case.experts).nonzero().tolist():  # but for dropped ones
             out[t] += weights[t, j] * expert(case, int(experts[t, j]), x[t])
         dx, dw = torch.autograd.grad(out, (x, weights), d_out)
         come = [all_weights[all_experts == first + i].sort().values.tolist() for i in range(each)]
         sizes, tokens = [len(one) for one in come], len(x) * case.ranks
-        result = {SIZES: [[tokens] * each if case.capacity else sizes], WEIGHTS: [come]}
+        result = {SIZES: [sizes], WEIGHTS: [come], CHECKS: [[sizes, tokens]]}
         result |= {"out": out.detach(), "gradient of x": dx, "gradient of weights": dw}
-        result |= {} if case.capacity else {CHECKS: [[sizes, tokens]]}
-        results.append(result | {"shared": two, "gradient of what meanwhile uses": two})
+        results.append(result | {"shared": "shared"})
     return results
 
 
 def traffic(case: Case) -> list[dict[str, Sent]]:
-    each, sent, moves = case.experts // case.ep, [], []  # of rows, from a rank to another
-    for rank in range(case.ranks):
-        chosen = inputs(case, rank)[2] // each  # ranks of ep; of a dropped pair there is none
-        rows = [int((chosen == other // case.etp).sum()) for other in range(case.ranks)]
-        capacity = [each * case.tokens[rank]] * case.ranks
-        moves.append(capacity if case.capacity else rows)
-    for rank in range(case.ranks):
+    each, ranks, sent = case.experts // case.ep, range(case.ranks), []
+    # Of rows from a rank to another; of a dropped pair there is no such rank.
+    moves = [[int((inputs(case, a)[2] // each == b).sum()) for b in ranks] for a in ranks]
+    for rank in ranks:
         leave, arrive = sum(moves[rank]), sum(row[rank] for row in moves)
         leave, arrive = (rows - moves[rank][rank] for rows in (leave, arrive))
         # There: x, weights, and the gradient of what comes back. Back: results, two gradients.
         size = 8 * (2 * E + 1) * (leave + arrive)
-        counts = {} if case.capacity else {"all_to_all": Sent(1, 8 * each * (case.ranks - 1))}
-        sent.append({"all_to_all as exchange": Sent(6, size)} | counts)
+        counts = Sent(1, 8 * each * (case.ranks - 1))
+        sent.append({"all_to_all as exchange": Sent(6, size), "all_to_all": counts})
     return sent
 
 
-def order(case: Case, rank: int, record) -> str | None:
-    checked, rows = record.place("mark", "checked"), record.place("start", "all_to_all", 1)
-    if not case.capacity and checked > rows:
-        return f"rank {rank} sends its rows before the numbers of rows are checked"
-    if case.capacity and record.count("mark", "checked"):
-        return f"rank {rank} checks rows that padding has planned: a run may stop without a reason"
-    if (times := record.count("mark", "shared")) != 1:
-        return f"rank {rank} calls meanwhile() {times} times, not 1"
-    now = record.place("mark", "shared")
-    kinds = [event.kind for event in record.events[:now]]
-    begun, ended = kinds.count("start"), kinds.count("wait")
-    if begun - ended < 2:
-        counts = f"{begun} messages have begun and {ended} have ended"
-        return f"rank {rank} calls meanwhile() when {counts}: rows and weights should travel beside"
+TRAVEL = "rows and weights should be on their way, and nothing else"
+ORDER = (
+    ("start all_to_all", 1, 1, "checked", "numbers of rows are checked before rows travel"),
+    ("start all_to_all", 3, 3, "meanwhile", TRAVEL),
+    ("wait all_to_all", 1, 1, "meanwhile", TRAVEL),
+)
 
 
 MISTAKES = """
@@ -168,8 +140,6 @@ not_sorted_on_arrival: Arrived rows are in the order of the ranks they came from
     order of experts: rows get another expert than they chose.
 - out = by_expert.collect(run(by_expert.spread(x), sizes, by_expert.sort(weights)))
 + out = run(x, sizes, weights)
-order_not_undone: Results are sent back in the order of experts, not of arrival.
-    by_expert.collect =>
 weights_not_sorted: Rows are sorted by expert, and weights are not: rows get the weights of others.
     by_expert.sort(weights) => weights
 awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it hides nothing.

@@ -11,10 +11,10 @@ import json
 import random
 import re
 import textwrap
-import traceback
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from symtable import symtable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and the list of exercises do
 ROOT = Path(__file__).parents[1]  # of the course
 FOLDER = ROOT / "exercises"  # of what a student writes: a class has another one, see launch.py
 GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
-GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O"}  # by functions of a file
-FUNCTIONS = {"cases", "on_rank", *GATE_OF}
+GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O", "ORDER": "O"}
+FUNCTIONS = {"cases", "on_rank", *GATE_OF, "ORDER"}
 Dice = random.Random
 WIDTH = 100  # columns of what is printed
 
@@ -41,30 +41,12 @@ class Case(SimpleNamespace):
 
     def __str__(self) -> str:
         """The sizes that a reader can use: "2 ranks, length=6"."""
-        sizes = sizes_of(self)
-        texts = [f"{key}={value}" for key, value in sizes.items()]
-        # With one rank, sizes of axes belong to a function that is called for each rank.
-        if self.ranks > 1 or not sizes.keys() & {"dp", "pp", "cp", "tp", "ep", "stages"}:
-            texts = [f"{self.ranks} rank{'s' * (self.ranks > 1)}", *texts]
-        return ", ".join(texts)
+        sizes = [f"{key}={value}" for key, value in sizes_of(self).items()]
+        return ", ".join([f"{self.ranks} ranks", *sizes] if self.ranks > 1 else sizes)
 
 
 def sizes_of(case: Case) -> dict[str, Any]:
     return {key: value for key, value in vars(case).items() if key not in ("ranks", "seed")}
-
-
-def order_of(case: Case) -> tuple[int, float]:
-    """By which cases are sorted: a reader wants to see the smallest. Texts have no size."""
-    text = str(sizes_of(case)).replace("True", "1")
-    return case.ranks, sum(map(float, re.findall(r"(?<![\w.'])\d[\d.]*(?:e-\d+)?", text)))
-
-
-def in_common(failed: list[Case], right: list[Case]) -> str:
-    """The one size that all cases have which fail, and none of the others."""
-    sizes = sizes_of(failed[0]).items() if len(failed) > 1 and right else ()
-    alike = [(key, v) for key, v in sizes if all(vars(case).get(key) == v for case in failed)]
-    only = [f"{key}={v}" for key, v in alike if all(vars(case).get(key) != v for case in right)]
-    return f" It fails only in the cases with {only[0]}." if len(only) == 1 else ""
 
 
 class Sent(NamedTuple):
@@ -145,10 +127,10 @@ class Exercise:
     """
 
     def __init__(self, path: Path) -> None:
-        self.stem, tree = path.stem, ast.parse(path.read_text())
+        self.stem, text = path.stem, path.read_text()
         number, _, self.name = path.stem.partition("_")
         self.number = int(number[1:])
-        about, _, sheet = ast.get_docstring(tree).partition("\n\ntarget: ")
+        about, _, sheet = ast.get_docstring(ast.parse(text)).partition("\n\ntarget: ")
         self.title = about.partition("\n")[0]
         head, _, sheet = f"target: {sheet}".partition("\n\n")
         head = dict(line.split(": ", 1) for line in head.replace("\n  ", " ").splitlines())
@@ -157,8 +139,8 @@ class Exercise:
         # What is to be written; hints: what is wanted, with which names, how; what to remember.
         self.task, *marked = re.split(r"\n+(?=[?!] )", sheet)
         *self.hints, self.remember = [" ".join(text[2:].split()) for text in marked]
-        defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
-        self.gates = [gate for name, gate in GATE_OF.items() if name in defined]
+        defined = {symbol.get_name() for symbol in symtable(text, "", "exec").get_symbols()}
+        self.gates = [*dict.fromkeys(gate for name, gate in GATE_OF.items() if name in defined)]
         self.text_of_mistakes = constant(path, "MISTAKES")
         self.mistakes = mistakes_in(self.text_of_mistakes)
 
@@ -236,15 +218,3 @@ def constant(path: Path, name: str) -> Any:
         problem = f"{path.name}: {name} must be plain numbers, texts, lists, dicts"
         raise ValueError(problem) from None
     raise ValueError(f"{path.name} does not assign {name}")
-
-
-def course_problem(error: Exception) -> str:
-    """Which file of the course cannot be imported, as a sentence; empty for any other error."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    file, line, is_import = last.filename, last.lineno, last.name == "<module>"
-    if isinstance(error, SyntaxError):
-        file, line, is_import = error.filename or "", error.lineno, True
-    if not is_import or not Path(file).is_relative_to(ROOT / "picotron_min"):
-        return ""
-    what = f"{type(error).__name__}: {getattr(error, 'msg', error)}"
-    return f"The course cannot be imported: {file}, line {line}: {what}"

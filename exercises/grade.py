@@ -3,29 +3,26 @@
 FOLDER/alice/04_shift.py        one folder a student, with the files that `start` writes
 FOLDER/alice/hunt_2.py          hunts and designs, too
 FOLDER/bob/04_shift.py          a file that is missing is a line in the table, too
-marks.csv, marks/alice.md       the table, and a page for each student to hand back
+marks.csv                       a line for each student and task
 """
 
-import csv
-import json
+import csv as tables
+import json as texts
 import re
-import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from textwrap import indent
 from typing import Any, NamedTuple
 
 from exercises.design import measure
 from exercises.exercise import GATES, constant, files, load
 from exercises.hunts import ANSWER, HUNTS, judge
-from exercises.sandbox import WARNING, Sandbox, is_plain
+from exercises.sandbox import WARNING, Sandbox
 
-# What there is about a task where nothing was handed in. The table, pages and Gradescope's results
-# are made of such records; the page has `message`, and the table has not.
+# What there is about a task where nothing was handed in. The table and Gradescope's results are
+# made of such records.
 ROW = {"student": "", "exercise": "", "points": 0, "of": 0, "passed": 0, **dict.fromkeys(GATES, "")}
 ROW |= {"mistake": "", "seconds": 0, "message": ""}
 POINTS = 10  # of an exercise, where nothing else is given
@@ -43,8 +40,9 @@ class Task(NamedTuple):
         return f"{self.number:02}" if self.kind == "exercise" else f"{self.kind} {self.number}"
 
     @property
-    def files(self) -> str:
-        return self.name.replace(" ", "_") + ("_*.py" if self.kind == "exercise" else ".py")
+    def file(self) -> str:
+        name = load(self.number).stem[1:] if self.kind == "exercise" else self.name
+        return f"{name.replace(' ', '_')}.py"
 
 
 def parse_task(text: str) -> Task:
@@ -63,15 +61,11 @@ def parse_task(text: str) -> Task:
 
 def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
     """What is named; else all exercises, and those hunts and designs that somebody handed in."""
-    tasks = [*map(parse_task, words)]
-    names = [task.name for task in tasks]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{', '.join(twice)} is named twice: name each task once")
     if words:
-        return tasks
+        return [*map(parse_task, words)]
     handed_in = {path.name for student in students for path in student.glob("*.py")}
     others = (Task(kind, n) for kind, numbers in OTHERS.items() for n in numbers)
-    return [*(Task("exercise", n) for n in files()), *(t for t in others if t.files in handed_in)]
+    return [*(Task("exercise", n) for n in files()), *(t for t in others if t.file in handed_in)]
 
 
 def students_in(folder: Path) -> list[Path]:
@@ -84,76 +78,20 @@ def students_in(folder: Path) -> list[Path]:
 
 
 def grade(
-    submissions: Path | None,
-    one: Path | None,
-    csv: Path,
-    json: Path | None,
-    wrap: str,
-    jobs: int,
-    seed: int,
-    exercises: list[str],
+    folder: Path, csv: Path, json: Path | None, jobs: int, seed: int, exercises: list[str]
 ) -> None:
-    """Check the files of a class."""
-    # So that it ends what it has started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    if bool(submissions) == bool(one):
-        raise ValueError("name either a folder with a folder for each student, or --one FILE")
-    if json and not one:
-        raise ValueError("--json is the answer to one student: use it with --one")
-    common = seed, wrap, exercises
-    rows = grade_one(one, *common) if one else grade_class(submissions, csv, jobs, *common)
-    if json:
-        write_results(json, rows)
-    print(*summary(rows), sep="\n")
-
-
-def grade_class(
-    folder: Path, table: Path, jobs: int, seed: int, wrap: str, words: list[str]
-) -> list[Row]:
-    """Check the files of all students; writes a line for each task, and a page for each student."""
-    students, pages, rows = students_in(folder), table.with_suffix(""), []
-    if pages.resolve().is_relative_to(folder.resolve()) or pages == table:
-        raise ValueError(f"pages would lie in {pages}: name a table outside of {folder}, as a.csv")
-    if jobs < 1:
-        raise ValueError(f"--jobs {jobs}: at least 1 check has to run at a time")
-    tasks = [(student, task) for student in students for task in tasks_of(words, students)]
-    sandbox = sandbox_of(wrap)
-    pages.mkdir(exist_ok=True)
-    table.open("a").close()  # now, and not after all checks, if it cannot be written
+    """Check the files of a class; with --json, of one student."""
+    students, rows = [folder] if json else students_in(folder), []
+    tasks = [(one, task) for task in tasks_of(exercises, students) for one in students]
+    tasks.sort(key=itemgetter(0))  # by student
+    (json or csv).open("a").close()  # now, and not after all checks, if it cannot be written
     print(WARNING)
     try:
-        check_all(sandbox, tasks, seed, jobs, rows)
+        # The first optimizer of a process imports this.
+        check_all(Sandbox("torch._dynamo"), tasks, seed, jobs, rows)
     finally:  # what is done stays, if this is ended
-        with table.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, [*ROW][:-1], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-    for name, own in by_student(rows).items():
-        (pages / f"{name}.md").write_text(page(name, own))
-    print(f"the table is {table}, a page for each student in {pages}/")
-    return rows
-
-
-def grade_one(path: Path, seed: int, wrap: str, words: list[str]) -> list[Row]:
-    """Rows for the files of one student: a folder, or a single file."""
-    if not path.exists():
-        raise ValueError(f"there is no {path}")
-    folder = path if path.is_dir() else path.parent
-    if not path.is_dir():
-        found = re.match(r"(hunt_|design_|)0?(\d+)", path.name)
-        words = words or [f"{found[1].rstrip('_')}{found[2]}" if found else path.name]
-    tasks, rows = [(folder, task) for task in tasks_of(words, [folder])], []
-    check_all(sandbox_of(wrap), tasks, seed, 1, rows)
-    return rows
-
-
-def sandbox_of(wrap: str) -> Sandbox:
-    """ValueError if checks behind this command cannot run."""
-    sandbox = Sandbox(wrap)
-    if wrap and not (found := sandbox.check(1, "solution")).passed:
-        problem = "with it even the course's own function does not pass"
-        raise ValueError(f"--wrap {wrap}: {problem}:\n{found.message}")
-    return sandbox
+        (write_results if json else write_table)(json or csv, rows)
+    print(*summary(rows), sep="\n")
 
 
 def check_all(
@@ -168,10 +106,7 @@ def check_all(
                 what = f"{len(rows)} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}"
                 if row["mistake"] != "missing":  # these are in the summary
                     print(what, flush=True)
-            for i, row in enumerate(rows):
-                if row["mistake"] == "lost":  # perhaps the machine was busy; now nothing else runs
-                    rows[i] = row_of(sandbox, *tasks[i], seed)
-        except BaseException:  # Ctrl-C and SIGTERM, too: leave nothing running
+        except BaseException:  # Ctrl-C, too: leave nothing running
             pool.shutdown(wait=False, cancel_futures=True)
             sandbox.end()
             raise
@@ -179,17 +114,12 @@ def check_all(
 
 def row_of(sandbox: Sandbox, student: Path, task: Task, seed: int) -> Row:
     row = ROW | {"student": student.name, "exercise": task.name, "of": task.of}
-    found = sorted(student.glob(task.files))
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        return row | {"mistake": "two_files", "message": f"hand in one of {names}"}
-    if not found:
+    # A link may lead to another student's file, and whoever reads a pipe may wait for ever.
+    if (path := student / task.file).is_symlink() or not path.is_file():
         there = ", ".join(sorted(path.name for path in student.iterdir())[:50]) or "nothing"
-        return row | {"mistake": "missing", "message": f"no {task.files}: there is {there}"}
-    if not is_plain(found[0]):
-        return row | {"mistake": "no_plain_file", "message": "no plain file"}
+        return row | {"mistake": "missing", "message": f"no file {path.name}: there is {there}"}
     try:
-        share, more = MEASURES[task.kind](sandbox, found[0].resolve(), task, seed)
+        share, more = MEASURES[task.kind](sandbox, path.resolve(), task, seed)
     except (ValueError, OSError) as error:  # of a hunt or a design that cannot be read
         return row | {"mistake": "no_answer", "message": str(error)}
     row |= more | {"passed": int(share == 1), "points": round(share * task.of, 2)}
@@ -219,8 +149,8 @@ def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, R
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
     if answer == ANSWER:  # as the sheet has it
         return 0.0, {"mistake": "not_answered", "message": "not answered"}
-    near = judge(HUNTS[task.number], str(answer)).replace("file", "right file alone")
-    name = "" if near == "right" else near.replace(" ", "_")
+    near = judge(HUNTS[task.number], str(answer))
+    name = {"right": "", "file": "right_file_alone"}.get(near, near)
     return float(not name), {"mistake": name, "message": f"{answer}: {near}\nreason: {reason}"}
 
 
@@ -232,6 +162,13 @@ def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float,
 MEASURES = {"exercise": _exercise, "hunt": _hunt, "design": _design}
 
 
+def write_table(path: Path, rows: list[Row]) -> None:
+    with path.open("w", newline="") as stream:
+        writer = tables.DictWriter(stream, [*ROW])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def write_results(path: Path, rows: list[Row]) -> None:
     """results.json of Gradescope: a test for each task of one student."""
     tests = [
@@ -239,30 +176,14 @@ def write_results(path: Path, rows: list[Row]) -> None:
         | {"status": "passed" if row["passed"] else "failed", "output": row["message"]}
         for row in rows
     ]
-    path.write_text(json.dumps({"stdout_visibility": "hidden", "tests": tests}, indent=2) + "\n")
-
-
-def by_student(rows: list[Row]) -> dict[str, list[Row]]:
-    return {name: [*own] for name, own in groupby(rows, itemgetter("student"))}
-
-
-def page(student: str, rows: list[Row]) -> str:
-    """What a student gets back: points, and each task's gates and sentence, as plain text."""
-    lines = [f"# {student}: {points_of(rows)} points", ""]
-    for row in rows:
-        text = indent(row["message"], "    ")
-        lines += [f"## {row['exercise']}: {points_of([row])}", "", text, ""]
-    return "\n".join(lines)
-
-
-def points_of(rows: list[Row]) -> str:
-    return " of ".join(f"{sum(row[key] for row in rows):g}" for key in ("points", "of"))
+    path.write_text(texts.dumps({"stdout_visibility": "hidden", "tests": tests}, indent=2) + "\n")
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
     """What each student has passed, and which files are missing."""
-    for student, own in by_student(rows).items():
-        passed = sum(row["passed"] for row in own)
-        yield f"{student}: {passed} of {len(own)}, {points_of(own)} points"
+    for student, found in groupby(rows, itemgetter("student")):
+        own = [*found]
+        points = " of ".join(f"{sum(row[key] for row in own):g}" for key in ("points", "of"))
+        yield f"{student}: {sum(row['passed'] for row in own)} of {len(own)}, {points} points"
         if missing := [row["exercise"] for row in own if row["mistake"] == "missing"]:
             yield f"    missing: {', '.join(missing)}"

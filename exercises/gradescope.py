@@ -1,9 +1,9 @@
-"""Gradescope: its autograder zip. `grade --one` answers a submission with results.json.
+"""Gradescope: its autograder zip. `grade --json` answers a submission with results.json.
 
 https://gradescope-autograders.readthedocs.io, "Specifications". The zip is unpacked into
 /autograder/source. setup.sh runs once, and run_autograder for each submission, which lies in
 /autograder/submission and is answered in /autograder/results/results.json. From the unzipped folder
-Dockerfile builds the same image: for "Manual Docker Configuration" there, or for `grade --wrap`.
+Dockerfile builds the same image: for "Manual Docker Configuration" there, or to grade in.
 """
 
 import shlex
@@ -31,7 +31,7 @@ RUN bash /autograder/source/setup.sh && cp /autograder/source/run_autograder /au
 RUN = """\
 #!/usr/bin/env bash
 cd /autograder/source
-PYTHONPATH=. /autograder/venv/bin/python -m exercises grade --one /autograder/submission \\
+PYTHONPATH=. /autograder/venv/bin/python -m exercises grade /autograder/submission \\
     --json /autograder/results/results.json --seed {seed} {exercises}
 """
 

@@ -1,11 +1,11 @@
-"""The hunts: of each the file, story, runs, hints, explanation and change.
+"""The hunts: of each the place, story, runs, hints, explanation and change.
 
 Each of these statements could be the wrong one: from the symptoms alone none stands out. The last
 two are meant for the tool that docs/difference.md explains.
 """
 
 SHEETS = """
-picotron_min/placement.py
+picotron_min/placement.py:_placement
 A user reports that with context parallelism the loss is another one. Data parallelism is fine.
 dp=1,cp=1 dp=2,cp=1 dp=1,cp=2
 ? Ranks that should have the same weights have different ones. What makes them equal after a step?
@@ -17,7 +17,7 @@ dp=1,cp=1 dp=2,cp=1 dp=1,cp=2
 - return Placement(cuts, ("dp_cp",), sums=("dp_cp",), is_hidden_matrix=True)
 + return Placement(cuts, ("dp_cp",), sums=("dp",), is_hidden_matrix=True)
 
-picotron_min/optimizer.py
+picotron_min/optimizer.py:measure_gradient
 With gradient clipping, tensor parallelism trains a little differently. Without, it is exact.
 tp=1,grad_clip=0.5 tp=2,grad_clip=0.5 tp=2
 ? The loss of step 1 is right, and so are the gradients. What else does clipping need?
@@ -27,7 +27,7 @@ tp=1,grad_clip=0.5 tp=2,grad_clip=0.5 tp=2
 - if all(ranks[axis] == 0 for axis in placements[name].copies)
 + if all(ranks[axis] == 0 for axis in placements[name].copies[:1])
 
-train.py
+train.py:train_step
 With gradient accumulation SGD needs a smaller learning rate. AdamW does not.
 micro_batches=1,lr=0.05 micro_batches=4,lr=0.05 micro_batches=1,lr=0.2
   micro_batches=1,optimizer=adamw,lr=0.01 micro_batches=4,optimizer=adamw,lr=0.01
@@ -40,7 +40,7 @@ micro_batches=1,lr=0.05 micro_batches=4,lr=0.05 micro_batches=1,lr=0.2
 - gradients.scale(clip / num_targets)
 + gradients.scale(run.batches.num_micro_batches * clip / num_targets)
 
-picotron_min/initialise.py
+picotron_min/initialise.py:initialise
 With tensor parallelism the loss is another one from the first step on. Pipelines train exactly.
 tp=1 pp=2 tp=2
 ? The loss of step 1 differs already, before anything was trained.
@@ -52,7 +52,7 @@ tp=1 pp=2 tp=2
 -         parameter.data.copy_(whole[mine])
 + parameter.data.copy_(initial_weight(name, tuple(parameter.shape), seed, std))
 
-picotron_min/pipeline_parallel.py
+picotron_min/pipeline_parallel.py:Pipeline._backward
 A pipeline is exact with one micro-batch, and with several it is not. Solve it with --difference.
 pp=2 micro_batches=4 pp=2,micro_batches=4
 ? hunt 6 --difference pp=2,micro_batches=4 names the first wrong tensor, and what it is instead.
@@ -63,7 +63,7 @@ pp=2 micro_batches=4 pp=2,micro_batches=4
 - x, end = self.live.pop((i, c))
 + _, (x, end) = self.live.popitem()
 
-picotron_min/data.py
+picotron_min/data.py:Batches._read
 With context parallelism the gradient of step 1 is another one. Solve it with --difference.
 cp=1 dp=2 cp=2
 ? hunt 7 --difference cp=2 names the first wrong tensor, and what it is instead.

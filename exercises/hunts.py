@@ -5,7 +5,6 @@ measures any layout of up to 4 ranks, `hunt N --difference dp=1,cp=2` names the 
 in it; `hunt N --answer FILE:FUNCTION` takes an answer.
 """
 
-import ast
 import contextlib
 import math
 import re
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 from exercises import progress
 from exercises.exercise import FOLDER, ROOT, Case
 from exercises.hunt_sheets import SHEETS
-from exercises.source import Definition, first_line
 
 STEPS = 20
 AXES = "dp", "pp", "cp", "tp"
@@ -28,23 +26,20 @@ class Hunt(NamedTuple):
     """A change of one statement, and runs that show it."""
 
     file: str
+    function: str  # its qualified name: the answer
     story: str
     runs: tuple[str, ...]  # the first one is right
     hints: tuple[str, ...]
     found: str  # the explanation, once it is found
-    old: str  # once in the file; the function that it is in, or that it is, is the answer
+    old: str  # once in the file
     new: str
-
-    @property
-    def line(self) -> int:
-        return (ROOT / self.file).read_text().partition(self.old)[0].count("\n") + 1
 
 
 def _hunt_of(sheet: str) -> Hunt:
-    file, story, runs, *marked = re.sub(r"\n  (?=\S)", " ", sheet.strip("\n")).splitlines()
+    place, story, runs, *marked = re.sub(r"\n  (?=\S)", " ", sheet.strip("\n")).splitlines()
     by = {sign: [line[2:] for line in marked if line[0] == sign] for sign in "?!-+"}
     texts = by["!"][0], "\n".join(by["-"]), "\n".join(by["+"])
-    return Hunt(file, story, tuple(runs.split()), tuple(by["?"]), *texts)
+    return Hunt(*place.split(":"), story, tuple(runs.split()), tuple(by["?"]), *texts)
 
 
 HUNTS = dict(zip((1, 2, 3, 4, 6, 7), map(_hunt_of, SHEETS.split("\n\n")), strict=True))
@@ -156,7 +151,7 @@ def hunt(number: int, run: str | None, difference: str | None, answer: str | Non
     print(f"\nMeasure others:  {own} --run dp=2,tp=2")
     print(f"First wrong tensor:  {own} --difference dp=2,tp=2")
     print(f"Answer:  {own} --answer {ANSWER}")
-    print("(or with a line in that function; a wrong answer counts as a hint, which it prints)")
+    print("(a wrong answer counts as a hint, which it prints)")
     print(f"To hand it in, write the answer and your reason into {path}")
     return 0
 
@@ -202,35 +197,12 @@ def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
     yield "\nranks differ: the largest difference between weights that should be equal on all ranks"
 
 
-def place_of(answer: str) -> tuple[str, str]:
-    """File and function of FILE:FUNCTION or FILE:LINE, behind which a name may stand."""
-    file, _, place = answer.partition(" ")[0].rpartition(":")
-    if not (FOLDER.parent / file).is_file():  # perhaps a name without its folder
-        is_name = file and file == Path(file).name
-        there = [*(FOLDER.parent / "picotron_min").rglob(file)] if is_name else []
-        if len(there) != 1:
-            raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
-        file = there[0].relative_to(FOLDER.parent).as_posix()
-    shown = (FOLDER.parent / file).read_text()
-    if place.isdecimal():
-        if not 1 <= int(place) <= (length := len(shown.splitlines())):
-            raise ValueError(f"{answer} is no line: {file} has {length}")
-        place = _definition_at(shown, int(place))
-    return file, place
-
-
 def judge(hunt: Hunt, answer: str) -> str:
-    """right, file or wrong: whether the answer is in the function that is wrong."""
-    file, place = place_of(answer)
-    if Path(file) != Path(hunt.file):
+    """right, file or wrong: whether FILE:FUNCTION names the function that is wrong."""
+    file, _, name = answer.rpartition(":")
+    if not [*(ROOT / "picotron_min").rglob(Path(file).name), *ROOT.glob(file)]:
+        raise ValueError(f"{answer} is no place: answer as picotron_min/mesh.py:build_axes")
+    if not f"/{hunt.file}".endswith(f"/{file}"):
         return "wrong"
-    right = _definition_at((ROOT / file).read_text(), hunt.line)
-    is_right = f".{right}".endswith(f".{place}") or f"{place}.".startswith(f"{right}.")
-    return "right" if is_right else "file"
-
-
-def _definition_at(source: str, line: int) -> str:
-    """The qualified name of the function or class that a line is in; empty if there is none."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Definition)]
-    # What is within another one is walked through after it.
-    return ".".join(n.name for n in found if first_line(n) <= line <= n.end_lineno)
+    name = name.rpartition(" ")[2]  # behind a line, as `difference` prints it
+    return "right" if f".{hunt.function}".endswith(f".{name}") else "file"

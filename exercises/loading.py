@@ -11,9 +11,10 @@ import ast
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from symtable import Symbol, symtable
 from types import ModuleType
 from typing import Any
 
@@ -87,25 +88,55 @@ def import_with(
     watch: Watch = lambda definition: definition,
 ) -> None:
     """Import the target's module with the definition in the student's tree."""
-    target = source.find(exercise)
+    target, where = source.find(exercise), exercise.source_module
     call = f"{target.node.name} = {FUNCTION}({target.node.name!r})"
     call += "\n#" * (target.node.end_lineno - target.first)  # so that lines keep their numbers
     text = target.replaced(target.path.read_text(), call)
+    *_, own = (n for n in tree.body if getattr(n, "name", "") == target.node.name)
+    own_names = {symbol.get_name() for symbol in _symbols(ast.unparse(tree), is_imported=False)}
+    for taken in sorted(own_names & {symbol.get_name() for symbol in _symbols(text)}):
+        if taken != own.name:
+            problem = f"{where} has its own {taken}: give the helper another name"
+            raise source.BadFile(problem)
 
     def fill(module: ModuleType) -> None:
-        names, helpers = module.__dict__, {}
+        names, done = module.__dict__, set()
+
+        def run(nodes: list[ast.stmt], ignored: tuple = ()) -> None:
+            for node in (n for n in nodes if n not in done and n is not own):
+                with contextlib.suppress(*ignored):
+                    made = _made(node, path, names)
+                    is_import = isinstance(node, ast.Import | ast.ImportFrom)
+                    for key, value in made.items() if is_import else ():
+                        if names.setdefault(key, value) is not value:
+                            what = f"{key} is another thing in {where}: import it by another name"
+                            raise source.BadFile(what)
+                    names.update(made)
+                    done.add(node)
 
         def defined(name: str) -> Any:
-            return watch(_defined(name, tree, path, names, helpers, exercise))
+            # What the module defines further down is not there yet, nor what imports it: later.
+            run(tree.body[: tree.body.index(own)], ignored=(NameError, ImportError))
+            return watch(_made(own, path, names)[name])
 
         names[FUNCTION] = defined
         exec(compile(text, module.__file__, "exec"), names)
-        _add_imports(tree, path, names, exercise)
-        _add_helpers(tree.body, path, names, helpers, exercise)
-        made = {key: value for found in helpers.values() for key, value in found.items()}
-        _refuse([key for key in made if names[key] is not made[key]], exercise)
+        run(tree.body)
 
     _import(target.path, fill)
+
+
+def _symbols(text: str, is_imported: bool = True) -> Iterator[Symbol]:
+    """Names that a file defines at its top level, or imports."""
+    for symbol in symtable(text, "", "exec").get_symbols():
+        if symbol.is_assigned() or (is_imported and symbol.is_imported()):
+            yield symbol
+
+
+def _made(node: ast.stmt, path: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """What a statement of the student's defines, which sees the names."""
+    exec(compile(ast.Module([node], type_ignores=[]), str(path), "exec"), names, found := {})
+    return found
 
 
 def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
@@ -117,62 +148,3 @@ def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:
     package, _, attribute = name.rpartition(".")
     if package:
         setattr(sys.modules[package], attribute, module)
-
-
-def _defined(
-    name: str, tree: ast.Module, path: Path, names: dict, helpers: dict, exercise: Exercise
-) -> Any:
-    """Run the student's definition, and all before it, among the names of the module."""
-    # A module that imports this one cannot be imported yet, nor can this one itself: later.
-    _add_imports(tree, path, names, exercise, ignored=ImportError)
-    target = [n for n in tree.body if isinstance(n, source.Definition) and n.name == name][-1]
-    before = tree.body[: tree.body.index(target)]
-    # What the module defines further down is not there yet.
-    _add_helpers(before, path, names, helpers, exercise, ignored=NameError)
-    return _run([target], path, names)[name]
-
-
-def _add_imports(
-    tree: ast.Module, path: Path, names: dict, exercise: Exercise, ignored: type | tuple = ()
-) -> None:
-    for node in (n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)):
-        with contextlib.suppress(ignored):
-            for key, value in _run([node], path, names).items():
-                if names.setdefault(key, value) is not value:  # the course calls another thing so
-                    where = exercise.source_module
-                    what = f"{key} is another thing in {where}: import it by another name"
-                    raise source.BadFile(what)
-
-
-def _add_helpers(
-    nodes: list[ast.stmt],
-    path: Path,
-    names: dict,
-    helpers: dict[ast.stmt, dict[str, Any]],
-    exercise: Exercise,
-    ignored: type | tuple = (),
-) -> None:
-    """Put all else that the student's file defines among the names of the module, each once."""
-    own = exercise.qualified_name.rpartition(".")[2]
-    for node in nodes:
-        is_import = isinstance(node, ast.Import | ast.ImportFrom)
-        if is_import or getattr(node, "name", None) == own or node in helpers:
-            continue
-        with contextlib.suppress(ignored):
-            found = _run([node], path, names)
-            mine = {key for earlier in helpers.values() for key in earlier}
-            _refuse(found.keys() & names.keys() - mine, exercise)
-            helpers[node] = found
-            names.update(found)
-
-
-def _refuse(taken: Iterable[str], exercise: Exercise) -> None:
-    if taken := sorted(taken):
-        where = f"{exercise.source_module} has its own {taken[0]}"
-        raise source.BadFile(f"{where}: give the helper another name")
-
-
-def _run(nodes: list[ast.stmt], path: Path, names: dict) -> dict[str, Any]:
-    """What the statements define, each of which sees the names and what was defined before."""
-    exec(compile(ast.Module([*nodes], type_ignores=[]), str(path), "exec"), names, found := {})
-    return found

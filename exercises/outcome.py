@@ -3,13 +3,14 @@
 import linecache
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from exercises.calls import Call, Calls
 from exercises.compare import equal, first_difference
-from exercises.counts import traffic_problem
-from exercises.exercise import ROOT, Case, Exercise, order_of
+from exercises.counts import order_problem, traffic_problem
+from exercises.exercise import ROOT, Case, Exercise
 from exercises.loading import course_with
 from exercises.ranks import Record, run_case
 from exercises.simulated_dist import simulated
@@ -91,8 +92,8 @@ def outcome_of(
 
 
 def failed_of(outcome: Outcome) -> Outcome:
-    """The results of cases that fail, the smallest case first."""
-    return sorted((r for r in outcome if r.failure or r.problems), key=lambda r: order_of(r.case))
+    """The results of cases that fail: fewer ranks first, and then in the order of the cases."""
+    return sorted((r for r in outcome if r.failure or r.problems), key=lambda r: r.case.ranks)
 
 
 def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult:
@@ -108,7 +109,8 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
     problems = {"V": first_difference(result.values, result.expected)}
     if exercise.traffic:
         problems["B"] = traffic_problem(exercise.traffic(case), result.records)
-    for gate, problem_of in (("M", exercise.memory), ("O", exercise.order)):
+    in_order = partial(order_problem, exercise.ORDER) if exercise.ORDER else None
+    for gate, problem_of in (("M", exercise.memory), ("O", exercise.order or in_order)):
         if problem_of:
             found = (problem_of(case, rank, record) for rank, record in enumerate(result.records))
             problems[gate] = next(filter(None, found), "")
@@ -136,20 +138,19 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         return Failure("unusable_file", str(error), f"Your file cannot be used: {error}.")
     frames = traceback.extract_tb(error.__traceback__)
     mine = _lines_of(path, error)
+    course, ours = (
+        [frame for frame in frames if frame.filename.startswith(str(folder))]
+        for folder in (ROOT / "picotron_min", ROOT)
+    )
     what = "".join(traceback.format_exception_only(error)).strip()
     rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
-    course = [f for f in frames if f.filename.startswith(str(ROOT / "picotron_min"))]
 
     def shown(frame: traceback.FrameSummary) -> str:
         return f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
 
-    lines = [*map(shown, mine)]
-    if not mine:  # what the function returned, or did not do, was noticed later
-        ours = [f for f in frames if f.filename.startswith(str(ROOT / "exercises"))]
-        ours = course or [f for f in ours if f.line[:6] != "raise "] or frames
-        lines = [f"noticed later, in {shown(ours[-1])}"]
-    elif course and frames.index(course[-1]) > frames.index(mine[-1]):
-        lines.append(shown(course[-1]))
+    # Else what the function returned, or did not do, was noticed later.
+    later = f"noticed later, in {shown((course or ours or frames)[-1])}"
+    lines = [*map(shown, mine)] or [later]
     text = "\n    ".join([f"Your version fails{rank}: {what}", *lines])
     return Failure("exception", what, text, mine[-1].line.partition("  #")[0] if mine else "")
 

@@ -21,9 +21,6 @@ REFUSED_MODULES |= {"importlib", "builtins", "multiprocessing", "threading", "pi
 REFUSED_MODULES |= {"exercises", "inspect", "gc", "io", "tempfile", "urllib", "http", "asyncio"}
 REFUSED_NAMES = {"open", "exec", "eval", "compile", "__import__", "globals", "locals", "vars"}
 REFUSED_NAMES |= {"input", "breakpoint", "exit", "quit", "__builtins__", "__loader__"}
-REFUSED_ATTRIBUTES = {"os", "sys", "subprocess", "shutil", "ctypes", "importlib"}  # torch.os
-ALLOWED_DUNDERS = {"__init__", "__name__", "__len__", "__getitem__", "__call__", "__class__"}
-ALLOWED_DUNDERS |= {"__iter__", "__post_init__"}
 
 
 class BadFile(ValueError):
@@ -160,15 +157,13 @@ def parse_checked(text: str) -> ast.Module:
 
 
 def _refused(node: ast.AST) -> str:
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        names = [alias.name for alias in node.names]
-        modules = names if isinstance(node, ast.Import) else [node.module or "."]
-        bad = [m for m in modules if m.partition(".")[0] in REFUSED_MODULES]
-        return f"import {bad[0]}" if bad else ""
-    if isinstance(node, ast.Name) and node.id in REFUSED_NAMES:
-        return node.id
-    if isinstance(node, ast.Attribute) and node.attr in REFUSED_ATTRIBUTES:
-        return f".{node.attr}"
-    if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
-        return "" if node.attr in ALLOWED_DUNDERS else f".{node.attr}"
-    return ""
+    if isinstance(node, ast.Name):
+        return node.id if node.id in REFUSED_NAMES else ""
+    modules = []
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        modules = [node.module or "."]
+    elif isinstance(node, ast.Attribute):  # torch.os
+        modules = [node.attr]
+    return next((m for m in modules if m.partition(".")[0] in REFUSED_MODULES), "")

@@ -11,10 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from exercises.exercise import ROOT, Exercise, course_problem, load
+from exercises.exercise import ROOT, Exercise, load
 from exercises.loading import import_with
 from exercises.source import parse, solution
 
@@ -27,20 +26,20 @@ def compare(exercise: Exercise, file: Path, config: dict, steps: int) -> bool:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         print(f"{steps} steps with the course's {exercise.qualified_name} ...", flush=True)
         course, yours = Path(folder, "course"), Path(folder, "yours")
-        right = _losses(exercise, "solution", config, [steps], course, quiet=True)
+        right = _losses(exercise, "solution", config, [steps], course)
         if not right:
             print("The course's own function fails, too: the config or the course is at fault.")
             return False
         stops = stops_of(config, steps)
         halt = f", stopped and resumed after {stops[0]}" if len(stops) > 1 else ""
         print(f"{steps} steps with yours{halt} ...\n", flush=True)
-        mine = _losses(exercise, str(file), config, stops, yours, quiet=False)
+        mine = _losses(exercise, str(file), config, stops, yours)
         text, is_right = judge(right, mine) if mine else ("", False)
         if not is_right:
             print("\nThe first wrong tensor, in a tiny model (docs/difference.md):\n", flush=True)
             own = Path(folder, "config.json")
             own.write_text(json.dumps(config))
-            if _succeeds(exercise, str(file), own, "difference", quiet=False):
+            if _succeeds(exercise, str(file), own, "difference"):
                 print("No tensor is wrong there: the mistake shows only with other sizes, or with")
                 print("something that this comparison switches off, or one process makes it, too")
                 print("(docs/difference.md).")
@@ -81,58 +80,35 @@ def short_config(config: dict, steps: int, folder: Path) -> dict:
 
 
 def _losses(
-    exercise: Exercise, file: str, config: dict, stops: list[int], folder: Path, quiet: bool
+    exercise: Exercise, file: str, config: dict, stops: list[int], folder: Path
 ) -> list[float]:
-    """Of each step; empty if a run fails, whose output is shown, also if it is quiet.
+    """Of each step; empty if a run fails.
 
     The first run ends after `stops[0]` steps; each of the others continues from its checkpoint.
     """
     path = folder.with_suffix(".json")
     for steps in stops:
         path.write_text(json.dumps(short_config(config, steps, folder)))
-        if not _succeeds(exercise, file, path, "train", quiet):
+        if not _succeeds(exercise, file, path, "train"):
             return []
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
 
 
-def _succeeds(exercise: Exercise, file: str, config: Path, command: str, quiet: bool) -> bool:
-    """Run `main` in a process of its own; `command` may have options."""
-    words = [exercise.number, file, config, *command.split()]
-    hidden = ""
-    with _started([sys.executable, "-m", "exercises.training", *map(str, words)]) as process:
-        for line in lines_to_show(process.stdout, str(config.parent)):
-            hidden += line if quiet else ""
-            print(line * (not quiet), end="", flush=True)
-    print(hidden if process.returncode else "", end="")
-    return not process.returncode
-
-
-@contextlib.contextmanager
-def _started(command: list[str]) -> Iterator[subprocess.Popen]:
-    """A run, all of whose processes end here, also after Ctrl-C."""
-    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+def _succeeds(exercise: Exercise, file: str, config: Path, command: str) -> bool:
+    """Run `main` in a process of its own, all of whose processes end here, also after Ctrl-C."""
+    words = map(str, (exercise.number, file, config, command))
     # A group of processes of its own, which gets no Ctrl-C: it would print errors.
-    with subprocess.Popen(command, start_new_session=True, **options) as process:
+    options = {"cwd": ROOT, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-m", "exercises.training", *words], **options) as run:
         try:
-            yield process
-            process.wait()
+            return not run.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):  # all of them have ended
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(run.pid, signal.SIGKILL)
 
 
-def lines_to_show(lines: Iterable[str], folder: str) -> Iterator[str]:
-    """The output of a run, without lines about files in a folder that is deleted after it."""
-    is_hidden = False
-    for line in lines:
-        # How to use the model is a block of indented lines.
-        is_hidden = line.startswith("Use the model") or (is_hidden and line.startswith("  "))
-        if not is_hidden and folder not in line:
-            yield line
-
-
-def main(number: str, file: str, config: str, command: str, *options: str) -> None:
+def main(number: str, file: str, config: str, command: str) -> None:
     """Run train.py, or `difference`, with a definition from a file."""
     exercise = load(int(number))
     text = solution(exercise) if file == "solution" else Path(file).read_text()
@@ -141,16 +117,11 @@ def main(number: str, file: str, config: str, command: str, *options: str) -> No
     if command == "difference":
         from difference.__main__ import main as find
 
-        sys.exit(find(["--config", config, *options]))
+        sys.exit(find(["--config", config]))
     import train
 
     train.main()
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except Exception as error:
-        if not (problem := course_problem(error)):
-            raise
-        sys.exit(problem)
+    main(*sys.argv[1:])

@@ -37,7 +37,7 @@ def test_schedules_get_marks_by_their_bubble():
     assert "next mark: a bubble of at most 20.0%" in one.text
     assert best.marks == 3 and "bubble 15.8%, at most 4 " in best.text and "best known" in best.text
     ours = measure_schedule(from_plans(interleaved.interleaved), 2)
-    assert ours.marks == 0 and "5.5 micro-batches" in ours.text and "bonus" in ours.text
+    assert ours.marks == 0 and "5.5 micro-batches" in ours.text
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,14 @@ def test_a_schedule_that_cheats_gets_no_marks(change, problem):
     assert found.marks == 0 and problem in found.text
 
 
-@pytest.mark.parametrize(
-    ("mistake", "marks"), [("marks_3", 3), ("timeout", 0), ("marks_12", 0), ("marks_", 0)]
-)
-def test_marks_are_read_from_a_verdict(tmp_path, mistake, marks):
-    verdict = Verdict(False, {}, mistake, "text")
-    answers = SimpleNamespace(check=lambda *args: verdict)
-    assert measure(tmp_path, answers).marks == marks
-
-
-@pytest.mark.parametrize(("edit", "marks", "text"), [("return 1 / 0", 0, "ZeroDivisionError")])
-def test_a_schedule_runs_in_the_sandbox(tmp_path, edit, marks, text):
+def test_a_schedule_runs_in_the_sandbox_and_a_forged_mark_is_none(tmp_path):
     path = tmp_path / "design_1.py"
-    path.write_text(TASK.replace("return forwards + backwards", edit))
+    path.write_text(TASK.replace("return forwards + backwards", "return 1 / 0"))
     found = measure(path, Sandbox())
-    assert found.marks == marks and text in found.text
+    assert found.marks == 0 and "ZeroDivisionError" in found.text
+    for mistake, marks in (("marks_3", 3), ("timeout", 0), ("marks_12", 0)):
+        verdict = Verdict(False, {}, mistake, "text")
+        assert measure(path, SimpleNamespace(check=lambda *_: verdict)).marks == marks  # noqa: B023
 
 
 @pytest.mark.parametrize(("text", "name"), [("CHUNKS = 1", "schedule"), ("schedule = 1", "CHUNKS")])

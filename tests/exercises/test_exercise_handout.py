@@ -111,7 +111,7 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
     path.write_text(solution(catalogue.load(17)))
     assert "Passed. Remember" in run("check", "17")
     (folder / "exercises/05_ring.py").write_text(solution(catalogue.load(5)))
-    assert "Next: python -m exercises start 17" in run("check", "5")
+    assert "Passed. Remember" in run("check", "5")
     # The plain trainer needs the function that is missing here: ring attention.
     config = json.loads((ROOT / "config.json").read_text())
     config["distributed"] |= {"dp_size": 1, "tp_size": 1, "cp_size": 2}
