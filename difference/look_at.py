@@ -5,13 +5,9 @@ does not call. Sums of gradients, norms and updates pass through queues and buck
 nothing there: a table names who computes what.
 """
 
-import inspect
 import re
 
 from difference.compare import Compared, Comparison
-from difference.runs import Run
-from difference.taps import place_of
-from difference.tiny import Trial
 
 # What is wrong, as a pattern -> who computes it; those are named that this layout calls.
 TABLE = {
@@ -68,9 +64,3 @@ def _that_ran(one: Compared, mine: list[Compared], ran_plainly: set[str]) -> lis
         return bool(HELPERS.search(place)), place in ran_plainly, "collectives" in place
 
     return sorted(functions.values(), key=order)
-
-
-def look_at_failure(run: Run, trial: Trial) -> list[str]:
-    plan = inspect.unwrap(trial.layout.schedule.plan)
-    is_plan = any("insert_messages" in place for place in run.stack)
-    return [*[place_of(plan.__code__)] * is_plan, *run.stack]

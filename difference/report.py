@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from difference.compare import AXES, Comparison, Here
-from difference.look_at import look_at, look_at_failure
+from difference.look_at import look_at
 from difference.plain import train_plainly
 from difference.runs import Run, run_in_processes, train_layout
 from difference.tiny import Trial
@@ -33,7 +33,7 @@ def _lines(both: Comparison, plain: Run, runs: list[Run]) -> Iterator[str]:
         _, who = min(failed)
         yield f"FAILED       {who}: {ends[who].problem}"
         if not both.first:
-            yield _look_at(look_at_failure(ends[who], both.trial))
+            yield _look_at(ends[who].stack)
     elif not both.first:
         what = f"all {len(both.all):,} tensors of {len(runs)} ranks are those of one process"
         yield f"ALL RIGHT    {what}, within {max(one.error for one in both.all):.0e} of the largest"

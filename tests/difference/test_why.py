@@ -97,7 +97,7 @@ def test_the_step_before_is_told():
     assert said == "it is the tensor of the step before"
 
 
-@pytest.mark.parametrize("axes", [("tp",), ("cp",), ("dp", "cp")])
+@pytest.mark.parametrize("axes", [("tp",), ("dp", "cp")])
 def test_parts_of_ranks_whose_sum_is_right_are_own_parts(axes, monkeypatch):
     others = {"dp", "cp", "tp"} - {*axes}
     ranks = [at for at in both().ranks if not any(getattr(at, axis) for axis in others)]
@@ -128,20 +128,3 @@ def test_every_tensor_that_is_wrong_gets_a_sentence(monkeypatch):
             before = right("forward", key.name, rank=3) if key.phase == "gradient" else one
             monkeypatch.setattr(both(), "all", [before, one])
             assert explain(one, both()) and look_at(both()) == []
-
-
-def test_rows_that_sharding_gives_a_rank_are_its_part():
-    layout = make_config(dp=2, tp=2, sharding="parameters").layout
-    key, at = Key(0, "weight", Q), here(1, layout)
-    assert indices_of(key, (8, 4), at, layout, [[4, 6], [0, 4]]) == [[4, 5], range(4)]
-
-
-def test_a_parameter_of_an_extension_is_cut_as_its_row_says():
-    key, at = (
-        Key(0, "weight", "model.layers.0.mlp.adapter_gate.weight"),
-        here(1, both().trial.layout),
-    )
-    cuts = [[4, 8], [0, 32]]
-    assert indices_of(key, (8, 32), at, both().trial.layout, cuts) == [range(4, 8), range(32)]
-    norm = key._replace(name="model.layers.0.input_layernorm.weight")
-    assert indices_of(norm, (32,), at, both().trial.layout, [[0, 4]]) == [range(32)]
