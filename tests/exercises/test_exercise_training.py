@@ -69,27 +69,6 @@ def test_a_file_that_cannot_be_run_is_refused_before_training(
     assert problem in capsys.readouterr().err
 
 
-def test_a_config_that_is_at_fault_ends_the_comparison(monkeypatch, capsys):
-    runs = []
-
-    def fail(*args, **options):
-        runs.append(args[3])
-        return []
-
-    monkeypatch.setattr(training, "_losses", fail)
-    config = {"training": {"total_train_steps": 4}}
-    assert not training.compare(catalogue.load(4), Path("mine.py"), config, 10)
-    assert runs == [[4]] and "the config or the course is at fault" in capsys.readouterr().out
-
-
-def test_a_mistake_that_the_tiny_model_does_not_use_is_not_called_right(monkeypatch, capsys):
-    losses = iter(([5.5, 5.4], [5.5, 5.3]))
-    monkeypatch.setattr(training, "_losses", lambda *args, **options: next(losses))
-    monkeypatch.setattr(training, "_succeeds", lambda *args, **options: True)
-    assert not training.compare(catalogue.load(21), Path("mine.py"), {"training": {}}, 2)
-    assert "No tensor is wrong there" in capsys.readouterr().out
-
-
 def test_a_run_that_loads_a_checkpoint_is_stopped_and_resumed(monkeypatch, capsys):
     configs = []
 
