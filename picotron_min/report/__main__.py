@@ -1,7 +1,6 @@
 """python -m picotron_min.report FOLDER ...    a page about one run, or a comparison of several"""
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 from picotron_min.report.reading import read_run
 
 PAGE = b"<!DOCTYPE html>"  # how every report begins
-NO_MATPLOTLIB = 'the report needs matplotlib: run  pip install -e ".[report]"'
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -23,27 +21,28 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     folders = list(dict.fromkeys(given.folders))
     out = given.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    os.environ.pop("MPLBACKEND", None)  # a notebook's, which matplotlib may not know here
     try:
         runs = [read_run(folder) for folder in folders]
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(NO_MATPLOTLIB)
-        with out.open("a+b") as file:  # before anything is drawn
-            file.seek(0)
-            if not PAGE.startswith(file.read(len(PAGE))):
-                raise ValueError(f"{out} exists and is not a report: name another file with --out")
+        if out.is_file() and not PAGE.startswith(out.read_bytes()[: len(PAGE)]):
+            raise ValueError(f"{out} exists and is not a report: name another file with --out")
+        # Only now, since importing matplotlib takes a second.
+        from picotron_min.report.compare import comparison
+        from picotron_min.report.one_run import report
+    except ModuleNotFoundError as error:
+        parser.exit(2, f'the report needs {error.name}: run  pip install -e ".[report]"\n')
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
-    os.environ.pop("MPLBACKEND", None)  # a notebook's, which matplotlib may not know here
-    # Only now, since importing matplotlib takes a second.
-    from picotron_min.report.compare import comparison
-    from picotron_min.report.one_run import report
-
-    page = report(*runs) if len(runs) == 1 else comparison(runs)
-    out.write_text(page, encoding="utf-8", errors="replace")  # a folder's name may be any bytes
-    for run in runs:
-        for note in run.notes:
-            print(f"warning: {note}", file=sys.stderr)
-    print(f"wrote {out}")
+    for note in (note for run in runs for note in run.notes):
+        print(f"warning: {note}", file=sys.stderr)
+    page, writing = report(*runs) if len(runs) == 1 else comparison(runs), out
+    try:
+        out.write_text(page, encoding="utf-8", errors="replace")  # a folder's name may be any bytes
+        writing = "standard output"
+        print(f"wrote {out}", flush=True)
+    except OSError as error:  # of a full disk, for example
+        sys.stdout = None  # else Python flushes it once more at its exit
+        parser.exit(2, f"{writing} cannot be written: {error.strerror}\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A row is a run:  run  folder  steps  loss  val_loss ...  and each key in which r
 from collections.abc import Sequence
 
 from picotron_min.report.curves import losses_of
-from picotron_min.report.page import Section, Table, render
+from picotron_min.report.page import render
 from picotron_min.report.reading import Run, tokens_of
 from picotron_min.runtime.config import DATA_ORDER, KEYS
 from picotron_min.runtime.wording import shown
@@ -18,23 +18,23 @@ VALIDATION -= {"training.seed", "dataset.packing"}  # these only order the train
 
 def comparison(runs: Sequence[Run]) -> str:
     """The page about several folders."""
-    values, columns = [_results(run) | _settings(run) for run in runs], ["run", "folder"]
-    for name in values[0]:
-        different = {of_run[name] for of_run in values}
-        # Of the results whatever is known, of the keys those in which runs differ.
-        if len(different) > 1 or (name not in KEYS and different != {None}):
-            columns.append(name)
-    rows = []
-    for run, of_run in zip(runs, values, strict=True):
-        rows.append((len(rows) + 1, str(run.folder), *map(of_run.get, columns[2:])))
-    caption = "Losses are from the last step and the last validation; behind them, what differs."
-    table = Table(columns, rows, caption)
+    values = [_results(run) | _settings(run) for run in runs]
+    columns = [name for name in values[0] if _is_shown(name, {of_run[name] for of_run in values})]
     notes = [note for run in runs for note in run.notes]
     keys = [key for key in columns if key in VALIDATION]
     if keys and "val_loss" in columns:
         notes.append(f"The runs differ in {', '.join(keys)}: their val_loss does not compare")
-    section = Section("Results", pictures=[losses_of(runs)], tables=[table])
-    return render("Runs compared", notes, [section])
+    rows = []
+    for run, of_run in zip(runs, values, strict=True):
+        rows.append((len(rows) + 1, str(run.folder), *map(of_run.get, columns)))
+    columns = ["run", "folder", *columns]
+    page = {"losses": losses_of(runs), "columns": columns, "rows": rows}
+    return render("comparison.html", notes=notes, **page)
+
+
+def _is_shown(name: str, different: set) -> bool:
+    """Of the results whatever is known, of the keys those in which runs differ."""
+    return len(different) > 1 or (name not in KEYS and different != {None})
 
 
 def _results(run: Run) -> dict[str, float | None]:

@@ -5,7 +5,6 @@ A plot has the name of its quantity in metrics.jsonl.
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import cycle, product
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,7 +26,6 @@ UNITS = {
     "load_imbalance": "fullest expert / mean",
     "cp_imbalance": "busiest rank / mean",
 }
-DASHES = "-", "--", ":"  # with six colours, 18 kinds of lines; then they repeat
 
 
 def curves(run: Run) -> list[Picture]:
@@ -46,9 +44,9 @@ def _draw_curve(figure: Figure, run: Run, name: str, values: list[float | None])
     axes, steps = _axes(figure, name, "step"), [step.step for step in run.steps]
     style = {"color": COLOURS[0], "marker": "o" * (len(steps) == 1)}  # one point makes no line
     axes.plot(steps, values, **style, alpha=0.35, linewidth=1)
-    if name != "learning_rate":  # smoothed it would lag behind the rate, which has no noise
-        values = smooth(values)
-    axes.plot(steps, values, **style, label="training")
+    # Smoothed, the learning rate would lag behind itself: it has no noise.
+    smoothed = values if name == "learning_rate" else smooth(values)
+    axes.plot(steps, smoothed, **style, label="training")
     if name == "loss" and run.evaluations:
         validated = {record.step: record.val_loss for record in run.evaluations}
         losses = [*validated.values()]
@@ -67,13 +65,13 @@ def losses_of(runs: Sequence[Run]) -> Picture:
     """The losses of all runs over tokens: a step of one run may be larger than of another."""
 
     def draw(figure: Figure) -> None:
-        axes, styles = _axes(figure, "loss", "tokens"), cycle(product(DASHES, COLOURS))
-        for number, (run, (dash, colour)) in enumerate(zip(runs, styles, strict=False), 1):
-            at = {step.step: step.tokens for step in run.steps}
-            losses, label = smooth([step.loss for step in run.steps]), f"run {number}"
-            axes.plot([*at.values()], losses, color=colour, linestyle=dash, label=label)
-            validated = {at[e.step]: e.val_loss for e in run.evaluations if e.step in at}
-            axes.plot([*validated], [*validated.values()], "o", color=colour)
+        axes = _axes(figure, "loss", "tokens")
+        for number, run in enumerate(runs, 1):
+            tokens = {step.step: step.tokens for step in run.steps}
+            losses = smooth([step.loss for step in run.steps])
+            (line,) = axes.plot([*tokens.values()], losses, label=f"run {number}")
+            points = {tokens[e.step]: e.val_loss for e in run.evaluations if e.step in tokens}
+            axes.plot([*points], [*points.values()], "o", color=line.get_color())
         figure.legend(loc="outside lower center", ncols=6)
 
     caption = "Lines: training, smoothed. Points: validation."

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from html import escape
 
 import matplotlib
+from cycler import cycler
 from matplotlib.figure import Figure
 
 from picotron_min.report.page import Picture
@@ -36,6 +37,8 @@ STYLE = {
     "axes.spines.right": False,
     "axes.axisbelow": True,
     "axes.formatter.limits": (-2, 4),  # larger and smaller numbers have their 1e6 at the axis
+    # 18 kinds of lines; then they repeat.
+    "axes.prop_cycle": cycler(linestyle=["-", "--", ":"]) * cycler(color=COLOURS),
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 3,

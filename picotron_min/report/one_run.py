@@ -1,6 +1,9 @@
-"""One run's page: what it was, how it went, and what its ranks held, sent and computed."""
+"""One run as data: what it was, how it went, and what its ranks held, sent and computed.
 
-from collections import Counter
+The words between the numbers are in one_run.html, which has the same order.
+"""
+
+from collections.abc import Iterator
 
 from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.schedules.registry import plan_on_paper
@@ -8,29 +11,27 @@ from picotron_min.planner.links import ranks_of_axis
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.report.curves import curves
-from picotron_min.report.page import Section, Table, render
+from picotron_min.report.page import Picture, Row, render
 from picotron_min.report.reading import Run, tokens_of
 from picotron_min.report.timelines import timelines
-from picotron_min.runtime.draw import MeasuredStep, plan_of_trace
+from picotron_min.runtime.draw import plan_of_trace
 from picotron_min.runtime.hardware import common_flops_per_token
-from picotron_min.runtime.metrics import Ranks, Sent
+from picotron_min.runtime.metrics import Sent
 from picotron_min.runtime.wording import counted, duration, shown
 
 
 def report(run: Run) -> str:
     """The page about one folder."""
-    sections = [header(run), course(run)]
-    if run.config:
-        sections.append(memory(run))
-        if run.config.world_size > 1:
-            sections.append(traffic(run))
-        if run.config.layout.pp > 1:
-            sections.append(pipeline(run))
-    return render(f"Run in {run.folder}", run.notes, sections)
+    parts = header, mfu, curves, columns, sample, memory, sent_by_axis, sent_by_collective
+    parts += schedule, bubbles
+    named = {part.__name__: part for part in parts}
+    columns_of_memory = [name.replace("_", " ") for name in RankMemory._fields]
+    values = {"run": run, "notes": run.notes, "columns_of_memory": columns_of_memory}
+    return render("one_run.html", **values, **named)
 
 
-def header(run: Run) -> Section:
-    """What was trained, on what, and what it cost; MFU by both definitions."""
+def header(run: Run) -> dict[str, str]:
+    """What was trained, on what, and what it cost."""
     facts, tokens = {}, tokens_of(run.all_steps)
     if run.starts:
         start, resumes = run.starts[-1], [str(start.after_step) for start in run.starts[1:]]
@@ -54,89 +55,65 @@ def header(run: Run) -> Section:
     if run.config:
         flops = tokens * model_flops_per_token(run.model, run.config.training.seq_length)
         facts["FLOPs"] = f"{flops:.3g}, of the model's own arithmetic"
-    return Section("The run", facts, tables=[mfu_table(run)])
+    return facts
 
 
-def mfu_table(run: Run) -> Table:
-    """The whole run's MFU: the mean over its time, as speeds are shares of one peak."""
-    definitions, rows = {"mfu": model_flops_per_token, "mfu_common": common_flops_per_token}, []
+def mfu(run: Run) -> Iterator[Row]:
+    """The whole run's MFU by both definitions: the mean over its time, as a speed is a share."""
+    definitions = {"mfu": model_flops_per_token, "mfu_common": common_flops_per_token}
     for name, flops_per_token in definitions.items():
         flops = run.config and flops_per_token(run.model, run.config.training.seq_length)
-        rows.append((name, run.mean_over_time(name), flops))
-    peak = run.starts[-1].peak_flops if run.starts else None
-    caption = f"Peak of a device: {peak / 1e12:.4g} TFLOP/s. " if peak else ""
-    caption += "mfu counts matmuls and the causal half of attention; mfu_common, as most tools do, "
-    caption += "6 N + 12 L H Q T: the embedding and all of attention, too."
-    return Table(("", "mean", "FLOPs a token"), rows, caption)
+        yield name, run.mean_over_time(name), flops
 
 
-COLUMNS = [
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens",
-    "tokens_per_second",
-    "mfu",
-    "mfu_common",
-    "step_seconds",
-    "memory_gb",
-]
+def columns(run: Run) -> list[str]:
+    """What the table of steps shows of each."""
+    names = ["loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"]
+    names += ["mfu", "mfu_common", "step_seconds", "memory_gb"]
+    return names + ["joules"] * (run.joules is not None)
+
+
 MOST_ROWS = 12
 
 
-def course(run: Run) -> Section:
-    """Curves over the steps, and a table of some of them."""
+def sample(run: Run) -> list[Row]:
+    """Some of the steps, evenly spaced, the first and the last among them."""
     last, count, rows = len(run.steps) - 1, min(MOST_ROWS, len(run.steps)), []
     losses = {record.step: record.val_loss for record in run.evaluations}
-    columns = COLUMNS if run.joules is None else [*COLUMNS, "joules"]
     for i in range(count):
         record = run.steps[round(i * last / max(1, count - 1))]
         values = vars(record) | record.measures
-        rows.append((record.step, *map(values.get, columns), losses.get(record.step, "")))
-    caption = f"{count} of {last + 1:,} steps, evenly spaced, from metrics.jsonl."
-    table = Table(("step", *columns, "val_loss"), rows, caption)
-    text = "Faint: each step. Strong: smoothed, with half the weight every 2% of the steps."
-    return Section("How it went", text=text, pictures=curves(run), tables=[table])
+        rows.append((record.step, *map(values.get, columns(run)), losses.get(record.step, "")))
+    return rows
 
 
-def traffic(run: Run) -> Section:
-    """What rank 0 sends, planned beside measured."""
-    sizes = run.model, run.config.layout, run.config.workload
-    tables = [by_axis(run, planned_traffic(*sizes))]
-    if run.ranks:
-        tables.append(by_collective(run.ranks, planned_ledger(*sizes)))
-    return Section("What ranks send", tables=tables)
-
-
-def by_axis(run: Run, planned: dict[str, int]) -> Table:
-    last, rows = run.steps[-1], []
-    for axis in sorted(last.comm_bytes.keys() | planned.keys()):
+def sent_by_axis(run: Run) -> Iterator[Row]:
+    """What rank 0 sent in the last step, planned beside measured."""
+    planned = planned_traffic(run.model, run.config.layout, run.config.workload)
+    sent = run.steps[-1].comm_bytes
+    for axis in sorted(sent.keys() | planned.keys()):
         peers = shown(ranks_of_axis(run.config.layout, axis, 0)).strip("[]")
-        rows.append((axis, planned.get(axis, 0), last.comm_bytes.get(axis, 0), peers))
-    columns = "axis", "planned bytes", "measured bytes", "among ranks"
-    caption = f"What rank 0 sent in step {last.step}, by axis (comm_bytes in metrics.jsonl)."
-    return Table(columns, rows, caption)
+        yield axis, planned.get(axis, 0), sent.get(axis, 0), peers
 
 
-def by_collective(measured: Ranks, planned: Counter) -> Table:
+def sent_by_collective(run: Run) -> Iterator[Row]:
+    """The same of each collective, with the extremes over all ranks."""
+    planned = planned_ledger(run.model, run.config.layout, run.config.workload)
     ledgers = [
         {(axis, name): sent for axis in rank.sent for name, sent in rank.sent[axis].items()}
-        for rank in measured.ranks
+        for rank in run.ranks.ranks
     ]
-    rows, nothing = [], Sent(calls=0, bytes=0)
+    nothing = Sent(calls=0, bytes=0)
     for kind in sorted(planned.keys() | set().union(*ledgers)):
         sent = [ledger.get(kind, nothing) for ledger in ledgers]
         amounts = [each.bytes for each in sent]
         numbers = round(planned[kind]), amounts[0], min(amounts), max(amounts)
-        rows.append((*kind, sent[0].calls, *numbers))
-    columns = "axis", "collective", "calls", "planned bytes", "bytes"
-    caption = f"What rank 0 sent in step {measured.step}, by collective, and the extremes."
-    return Table((*columns, "least of any rank", "most of any rank"), rows, caption)
+        yield *kind, sent[0].calls, *numbers
 
 
-def memory(run: Run) -> Section:
-    """What was planned for each pipeline rank, beside what its fullest rank needed."""
-    layout, workload, rows = run.config.layout, run.config.workload, []
+def memory(run: Run) -> Iterator[Row]:
+    """MB that were planned for each pipeline rank, beside what its fullest rank needed."""
+    layout, workload = run.config.layout, run.config.workload
     device = "cpu" if run.starts[-1].backend == "gloo" else "cuda"
     planned = memory_of_ranks(run.model, layout, workload, device)
     shares = shares_of_ranks(run.model, layout, workload.seq_length)
@@ -144,21 +121,12 @@ def memory(run: Run) -> Section:
     for pp, peak in enumerate(measured_peaks(run, size)):
         layers = ", ".join(f"{stage[0]} to {stage[-1]}" for stage in shares[pp].stages if stage)
         sizes = [number and number / 1e6 for number in (*planned[pp], planned[pp].total, peak)]
-        rows.append((pp, f"{pp * size} to {pp * size + size - 1}", layers, *sizes))
-    parts = [name.replace("_", " ") for name in RankMemory._fields]
-    columns = "pipeline rank", "ranks", "layers", *parts, "planned", "measured"
-    caption = (
-        "MB a rank: planned by part, and the measured peak: on a CPU of the whole process, with "
-    )
-    caption += "Python and torch."
-    return Section("Memory", tables=[Table(columns, rows, caption)])
+        yield pp, f"{pp * size} to {pp * size + size - 1}", layers, *sizes
 
 
 def measured_peaks(run: Run, size: int) -> list[float | None]:
     """Bytes of the fullest rank of each stage, of `size` ranks; None where it is not known."""
-    # Before the latest start the layout may have been another.
-    since = [step for step in run.steps if step.step > run.starts[-1].after_step] or run.steps
-    latest = max(step.memory_gb for step in since) * 1e9  # of rank 0, measured at each step
+    latest = run.steps[-1].memory_gb * 1e9  # of rank 0, so far in this start
     if not run.ranks:
         return [latest] + [None] * (run.config.layout.pp - 1)
     peaks = [rank.memory_gb * 1e9 for rank in run.ranks.ranks]  # measured once
@@ -169,27 +137,22 @@ def measured_peaks(run: Run, size: int) -> list[float | None]:
 MOST_BOXES = 3000  # of a plan: more take long to draw, and show little
 
 
-def pipeline(run: Run) -> Section:
-    """The schedule, planned above measured; without a trace the plan alone, in forwards."""
+def schedule(run: Run) -> Iterator[Picture]:
+    """Planned above measured, in ms; without a trace the plan alone, in forwards."""
     layout, m = run.config.layout, run.config.training.gradient_accumulation_steps
     if run.trace:
-        return planned_and_measured(run.trace)
-    plots = []
-    if layout.num_stages * m <= MOST_BOXES:
-        *_, planned = plan_on_paper(layout.pp_engine, layout.pp, m, layout.pp_chunks)
-        plots.append(timelines({"planned": planned}, "forwards", 1.0))
-    text = "Set logging.trace_file in the config to measure when ranks compute what."
-    return Section("The pipeline", text=text, pictures=plots)
+        measured = run.trace.measured
+        plan = plan_of_trace(measured, run.trace.engine)
+        yield timelines({"planned": plan, "measured": measured}, "ms", 1e3)
+    elif layout.num_stages * m <= MOST_BOXES:
+        *_, plan = plan_on_paper(layout.pp_engine, layout.pp, m, layout.pp_chunks)
+        yield timelines({"planned": plan}, "forwards", 1.0)
 
 
-def planned_and_measured(trace: MeasuredStep) -> Section:
-    measured, rows = trace.measured, []
-    planned = plan_of_trace(measured, trace.engine)
+def bubbles(run: Run) -> Iterator[Row]:
+    """Shares of a rank's time in which it waits; then the milliseconds in which it computes."""
+    measured = run.trace.measured
+    planned = plan_of_trace(measured, run.trace.engine)
     for rank in range(measured.num_ranks):
-        bubbles = planned.bubble(rank), measured.bubble(rank)
-        rows.append((rank, *bubbles, (1 - bubbles[1]) * measured.makespan / 1e3))
-    columns = "rank", "planned bubble", "measured bubble", "computes (ms)"
-    caption = f"{trace.engine}, step {trace.step + 1}. Planned: every action takes its kind's mean."
-    plot = timelines({"planned": planned, "measured": measured}, "ms", 1e3)
-    table = Table(columns, rows, caption)
-    return Section("The pipeline", pictures=[plot], tables=[table])
+        waits = measured.bubble(rank)
+        yield rank, planned.bubble(rank), waits, (1 - waits) * measured.makespan / 1e3

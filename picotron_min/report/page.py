@@ -1,10 +1,16 @@
-"""Pages: sections as plain data, and page.html, which makes them one file that opens offline."""
+"""Pages: plain data and a template, which make one file that opens offline.
+
+one_run.html, comparison.html     the words of a page, in the frame and the theme of page.html
+parts.html                        how a table and a row of plots look
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+Row = Sequence[str | float | None]  # its first cell names it; None is a number that is not known
 
 
 class Picture(NamedTuple):
@@ -13,32 +19,17 @@ class Picture(NamedTuple):
     is_wide: bool = False
 
 
-class Table(NamedTuple):
-    """The first cell of a row names it; None is a number that is not known."""
-
-    columns: Sequence[str]  # titles
-    rows: Sequence[Sequence[str | float | None]]
-    caption: str = ""
-
-
-class Section(NamedTuple):
-    """In this order on the page."""
-
-    title: str
-    facts: dict[str, str] | None = None  # name -> text
-    text: str = ""
-    pictures: Sequence[Picture] = ()
-    tables: Sequence[Table] = ()
-
-
-def render(title: str, notes: Sequence[str], sections: Sequence[Section]) -> str:
+def render(template: str, **values: object) -> str:
     """The whole document; texts of a run are escaped, since they may hold any characters."""
     frame = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,  # a forgotten value is an error and no gap
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     frame.filters["shown"] = shown
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return frame.from_string(template).render(title=title, notes=notes, sections=sections)
+    return frame.get_template(template).render(values)
 
 
 def shown(value: str | float | None) -> str:

@@ -66,7 +66,8 @@ def read_run(folder: Path) -> Run:
     if not starts:
         notes.append(f"{log} has no settings: only metrics.jsonl is shown")
     config, model = (starts[-1].config, starts[-1].model) if starts else (None, None)
-    path = _find(config and config.logging.metrics_file, folder) or folder / "metrics.jsonl"
+    named = config and config.logging.metrics_file
+    path = _find(Path(named or folder / "metrics.jsonl"), folder)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: name the checkpoint.save_dir of a run")
     records = _read_records(path, notes)
@@ -79,10 +80,9 @@ def read_run(folder: Path) -> Run:
     return Run(folder, *records, starts, config, model, ranks, trace, notes)
 
 
-def _find(name: str | None, folder: Path) -> Path | None:
+def _find(named: Path, folder: Path) -> Path:
     """A file that the config names: where the run wrote it, or in the folder, if that was moved."""
-    places = [Path(name), folder / Path(name).name] if name else []
-    return next((path for path in places if path.is_file()), None)
+    return named if named.is_file() else folder / named.name
 
 
 OBJECT = TypeAdapter(dict[str, object])
@@ -142,9 +142,9 @@ def _read_trace(
     """The trace that the config names; None, with a note, if it is not of this start."""
     if not name:
         return None
-    path = _find(name, folder)
+    path = _find(Path(name), folder)
     try:
-        if not path:
+        if not path.is_file():
             raise ValueError("it does not exist, and is written at the end")
         trace = read_trace(str(path))
         # A file of this name may be left from an earlier run, or be replaced by a later one.
