@@ -14,7 +14,7 @@ Read: costs.py, model_config.py.
 ? Add up the values of all layers' dicts. Add head_flops. Multiply the sum by 3: forward once,
   backward twice.
 ! To count the embedding, too, would lift the MFU of SmolLM-1.7B by 5.6%. In production: the 6 N +
-  12 L Q D S of most projects (docs/mfu.md).
+  12 L Q D S of most projects (docs/planner.md).
 """
 
 import torch

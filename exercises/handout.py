@@ -20,12 +20,12 @@ KEPT = ["train.py", "create_config.py", "config.json", "pyproject.toml", "README
 KEPT += [".gitignore", "CITATION.cff", "tests/published_runs.csv", "tests/published_runs_2.csv"]
 FOLDERS = ["picotron_min", "docs", "benchmarks"]  # no tests: they need all bodies, and show some
 PACKED = ["train.py", "config.json", "picotron_min", "difference", "exercises"]
-LEFT_OUT = [f"docs/{name}.md" for name in ("teaching", "answers", "students", "assistants")]
-# A file of the handout -> the file that it is here.
-FOR_STUDENTS = {"docs/teaching.md": "docs/students.md", "AGENTS.md": "docs/assistants.md"}
-FOR_STUDENTS["exercises/__main__.py"] = "exercises/launch.py"
-# Without it an installed course would be found before a class's tree.
+# A file of the handout -> the file that it is here. Without __init__.py an installed course would
+# be found before a class's tree.
+FOR_STUDENTS = {"exercises/__main__.py": "exercises/launch.py"}
 FOR_STUDENTS["exercises/__init__.py"] = "exercises/__init__.py"
+# Pages that end with a part for somebody else, "## For ...": it has what comes before (0), or that.
+PARTS = {"docs/course.md": 0, "docs/teaching.md": 1, "AGENTS.md": 1}
 # How train.py ends there.
 RUN_PACKED = """\
 if __name__ == "__main__":
@@ -51,10 +51,12 @@ def handout(folder: Path, exercises: list[str]) -> None:
     if folder.resolve().is_relative_to(ROOT):
         raise ValueError(f"{folder} is inside of the course: name a folder outside of {ROOT}")
     chosen = [load(int(number)) for number in exercises or files()]
-    copies = {name: name for name in files_in(KEPT + FOLDERS) if name not in LEFT_OUT}
+    copies = {name: name for name in files_in(KEPT + FOLDERS)}
     for name, source in (copies | FOR_STUDENTS).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / source, folder / name)
+    for name, part in PARTS.items():
+        (folder / name).write_text(_split(name)[part])
     for path in folder.rglob("*.md"):
         path.write_text(_without_links(path, folder))
     ignored = (folder / ".gitignore").read_text()  # not the files that students hand in
@@ -111,11 +113,15 @@ def _without_links(page: Path, folder: Path) -> str:
     return re.sub(r"\[([^]\[]*)\]\(([^)#\s]+)\)", plain, page.read_text())
 
 
+def _split(page: str) -> list[str]:
+    return re.split("(?m)(?=^## For )", (ROOT / page).read_text(), maxsplit=1)
+
+
 def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
     from exercises.hunts import HUNTS
 
     yield "# For the teacher: answers\n\nKeep this file: students' trees do not have it.\n"
-    yield "##" + (ROOT / "docs/answers.md").read_text().partition("##")[2]
+    yield _split("docs/course.md")[1]
     yield "## Hunts\n"
     for number, hunt in HUNTS.items():
         old = [f"- {line.strip()}" for line in hunt.old.splitlines()]

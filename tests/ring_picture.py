@@ -1,6 +1,6 @@
 """What each rank of a ring computes of a row, without and with documents, as `ring_plan` has it.
 
-`python -m tests.ring_picture docs/documents.svg` draws the picture of docs/pictures.md.
+`python -m tests.ring_picture docs/documents.svg` draws the picture of extensions/documents.
 """
 
 import sys

@@ -38,7 +38,7 @@ def torchrun_launch() -> Launch | None:
             if (copies := env.get(variable, "1")) != "1":
                 problem = f"{launcher} has started this command {copies} times ({variable})"
                 remedy = "start it once a node, and let it run  torchrun ... train.py --config FILE"
-                raise ValueError(f"{problem}: {remedy}; see docs/clusters.md")
+                raise ValueError(f"{problem}: {remedy}; see docs/running.md")
         return None
     try:
         return Launch(*(int(env[name]) for name in names), _open_tcp_store)

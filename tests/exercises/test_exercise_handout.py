@@ -72,11 +72,15 @@ def test_a_handout_has_no_answers_that_can_be_read(tree):
     (tree / "docs/leak.md").write_text(HUNTS[2].new)
     assert places_of_hunts(tree) == {"docs/leak.md"}
     (tree / "docs/leak.md").unlink()
-    assert not list(tree.glob("docs/answers.md")) and not list(tree.glob("tests/*.py"))
+    answer, pages = "853,376", [path.read_text() for path in tree.rglob("*.md")]
+    assert not any(answer in text for text in pages) and not list(tree.glob("tests/*.py"))
+    assert (tree / "docs/teaching.md").read_text().startswith("## For students\n")
+    assert (tree / "AGENTS.md").read_text().startswith("## For an assistant")
     links = re.findall(r"\]\((?!http)([^)#]+)", (tree / "README.md").read_text())
     assert "docs/difference.md" in links and all((tree / link).exists() for link in links)
     assert "exercises/[" not in (tree / ".gitignore").read_text()
     teacher = tree.with_name("tree.teacher.md").read_text()
+    assert answer in teacher
     assert all(mistake.sentence[:40] in teacher for e in exercises for mistake in e.mistakes)
     assert all(find(exercise).text in teacher for exercise in exercises)
 

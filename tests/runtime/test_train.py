@@ -83,7 +83,7 @@ def test_python_train_py_trains_and_reports(workplace, first_run):
         'pipeline("text-generation", model="runs/first/hf")',
     ):
         assert part in first_run.output
-    assert "mfu_common" not in first_run.output  # the metrics have it: see docs/mfu.md
+    assert "mfu_common" not in first_run.output  # the metrics have it: see docs/planner.md
     assert records[0]["loss"] > 5.4 and records[-1]["loss"] < 4.5
 
 
@@ -157,7 +157,7 @@ def test_the_metrics_are_complete_and_to_the_last_digit(pool, workplace, first_r
 def test_the_finished_model_has_the_reported_validation_loss(
     workplace, first_run, monkeypatch, capsys
 ):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/report.md").read_text(), re.DOTALL)[1]
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs/planner.md").read_text(), re.DOTALL)[1]
     monkeypatch.chdir(workplace.folder)
     exec(code.replace("config.json", "first.json").replace("checkpoints/tiny", "runs/first"), {})
     reported = workplace.evaluations("first")[-1]["val_loss"]
