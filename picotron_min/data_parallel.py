@@ -26,11 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from picotron_min.collectives import Axis, all_reduce, start_all_reduce
+from picotron_min.layout import BUCKET_BYTES
 from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.placement import Table, saved_name
-
-BUCKET_BYTES = 25 * 2**20  # as in DDP
 
 
 class GradientBuckets:

@@ -22,6 +22,7 @@ from picotron_min.pipeline_schedule import SCHEDULES, Schedule
 # 12 bytes an element, beside 6 FLOPs a row. A GPU does 230 FLOPs in the time of a byte: that adds
 # 45% to the products of 1024 rows, 11% to 4096.
 STRIPE_ROWS = {"cpu": 1024, "cuda": 4096}
+BUCKET_BYTES = 25 * 2**20  # of gradients that data_parallel.py sends at a time: as in DDP
 
 Coordinates = namedtuple("Coordinates", ["pp", "dp", "cp", "tp"])  # of a rank in the grid
 

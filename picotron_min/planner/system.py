@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
-from picotron_min.layout import STRIPE_ROWS
+from picotron_min.layout import BUCKET_BYTES, STRIPE_ROWS
 from picotron_min.planner.activations import WIDE
 from picotron_min.runtime.hardware import Gpu
 
@@ -72,7 +72,7 @@ def our_system(c: ModelConfig, workload: Workload, device: str = "cuda") -> Syst
         stripe_rows=STRIPE_ROWS[device],
         optimizer_bytes=(50.0, 0.0),
         hides_gathers=True,
-        exposed_bucket=25 * 2**20,  # of data_parallel.py
+        exposed_bucket=BUCKET_BYTES,
         is_balanced=None,
     )
 

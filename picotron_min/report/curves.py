@@ -78,9 +78,12 @@ def losses_of(runs: Sequence[Run]) -> Picture:
     return picture(draw, "loss", caption, (WIDE, 3.6))
 
 
+HALVED_IN = 0.02  # of all steps
+
+
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """Means in which a value's weight halves every 2% of the steps; gaps stay out of them."""
-    keep, total, weight, means = 0.5 ** (1 / max(1.0, 0.02 * len(values))), 0.0, 0.0, []
+    """Means in which a value's weight halves every HALVED_IN of the steps, without the gaps."""
+    keep, total, weight, means = 0.5 ** (1 / max(1.0, HALVED_IN * len(values))), 0.0, 0.0, []
     for value in values:
         if value is not None:
             total, weight = keep * total + value, keep * weight + 1

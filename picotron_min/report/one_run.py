@@ -10,7 +10,7 @@ from picotron_min.extensions.schedules.registry import plan_on_paper
 from picotron_min.planner.links import ranks_of_axis
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
-from picotron_min.report.curves import curves
+from picotron_min.report.curves import HALVED_IN, curves
 from picotron_min.report.page import Picture, Row, render
 from picotron_min.report.reading import Run, tokens_of
 from picotron_min.report.timelines import timelines
@@ -27,6 +27,7 @@ def report(run: Run) -> str:
     named = {part.__name__: part for part in parts}
     columns_of_memory = [name.replace("_", " ") for name in RankMemory._fields]
     values = {"run": run, "notes": run.notes, "columns_of_memory": columns_of_memory}
+    values["halved_in"] = HALVED_IN
     return render("one_run.html", **values, **named)
 
 
