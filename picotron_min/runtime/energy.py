@@ -4,12 +4,12 @@
     CPUs   RAPL: uJ of each processor package     the first rank of a node, for the whole machine
 
 A Meter is an extension: its two numbers join the sum over all ranks that every step has, so there
-is no message more, and no rank can miss one. After Megatron-LM's --log-energy. In production: zeus
-(ml.energy), which also reads AMD's GPUs and Apple's processors.
+is no message more. A run whose counters cannot be read is refused at its start. After Megatron-LM's
+--log-energy. In production: zeus (ml.energy), which also reads AMD's GPUs and Apple's processors.
 """
 
 import importlib.util
-import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from picotron_min.extension import Extension
 
-Read = Callable[[], int]  # uJ since any moment; OSError if the counter cannot be read
+Read = Callable[[], int]  # uJ since any moment
 
 
 class Meter(Extension):
@@ -29,11 +29,11 @@ class Meter(Extension):
     ahead, perhaps by most of backward, is in the next step's number; the last step's is in none.
     """
 
-    def __init__(self, device: torch.device, read: Read | None, ranks: int, tokens: int) -> None:
+    def __init__(self, device: torch.device, read: Read | None, tokens: int) -> None:
         """`read` None: another rank reads for this one; `tokens` of a step."""
-        self.device, self.read, self.ranks, self.tokens = device, read, ranks, tokens
+        self.device, self.read, self.tokens = device, read, tokens
         self.is_gpu = device.type == "cuda"
-        self.last, self.rest, self.problem = math.nan, 0.0, ""
+        self.last, self.rest = 0, 0.0
         self.steps, self.joules, self.seconds = 0, 0.0, 0.0  # all steps
 
     @property
@@ -45,49 +45,40 @@ class Meter(Extension):
         self.mine, self.began = None, time.perf_counter()
 
     def take(self) -> float:
-        """Joules since the last call; NaN if the counter cannot be read."""
-        try:
-            now = self.read() if self.read else 0
-        except OSError as error:
-            self.problem, now = str(error), math.nan
-        before, self.last = self.last, now
-        return (now - before) / 1e6
+        """Joules since the last call."""
+        before, self.last = self.last, self.read() if self.read else 0
+        return (self.last - before) / 1e6
 
     def counts(self) -> Tensor:
         """Joules, and 1 if this rank has read them, [2]. A step asks several times."""
         if self.mine is None:
             self.mine = torch.zeros(2, dtype=torch.float64, device=self.device)
-            joules = self.rest + self.take()
-            self.mine[:1].fill_(joules)  # a copy to a GPU would make the host wait
-            self.mine[1:].fill_(bool(self.read) and not math.isnan(joules))
+            self.mine[:1].fill_(self.rest + self.take())  # a copy would make the host wait
+            self.mine[1:].fill_(self.read is not None)
         return self.mine
 
     def measures(self, totals: Tensor) -> dict[str, object]:
-        """All are None if a reader failed; watts: the mean of a GPU, or of a machine."""
+        """Watts: the mean of a GPU, or of a machine."""
         self.rest, (joules, self.readers) = self.take(), totals.tolist()
         self.steps, self.joules = self.steps + 1, self.joules + joules
         self.seconds += (seconds := time.perf_counter() - self.began)
-        if math.isnan(joules):
-            of = f"of {self.ranks} GPUs" if self.is_gpu else "node(s), not by all"
-            self.problem = self.problem or f"reported by {self.readers:.0f} {of}"
-            return dict.fromkeys(("joules", "joules_per_token", "watts"))
         watts = joules / seconds / self.readers
         return {"joules": joules, "joules_per_token": joules / self.tokens, "watts": watts}
 
     def summary(self) -> str:
-        if not self.steps or math.isnan(self.joules):
-            return f"not measured: {self.problem or 'there was no step'}"
+        if not self.steps:
+            return "not measured: there was no step"
         one = "GPU" if self.is_gpu else "machine, with all that ran on it"
         each = f"{self.joules / self.tokens / self.steps:.3g} J a token"
         watts = self.joules / self.seconds / self.readers
         return f"{self.joules / 1e3:,.2f} kJ, {each}, {watts:.3g} W a {one}"
 
 
-def open_meter(device: torch.device, local_rank: int, num_ranks: int, tokens: int) -> Meter:
-    """Of one rank, for steps of `tokens` tokens; ValueError if a package is missing."""
+def open_meter(device: torch.device, local_rank: int, tokens: int) -> Meter:
+    """Of one rank, for steps of `tokens` tokens; ValueError if its counter cannot be read."""
     if device.type == "cuda":
-        return Meter(device, nvml_reader(device), num_ranks, tokens)
-    return Meter(device, None if local_rank else rapl_reader(), num_ranks, tokens)
+        return Meter(device, nvml_reader(device), tokens)
+    return Meter(device, None if local_rank else rapl_reader(), tokens)
 
 
 def nvml_reader(device: torch.device) -> Read:
@@ -98,16 +89,14 @@ def nvml_reader(device: torch.device) -> Read:
 
     # Not by index: NVML counts all GPUs of a node, torch only CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-    def read() -> int:
-        try:
-            pynvml.nvmlInit()  # counts its calls; the first one does the work
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            return 1000 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        except pynvml.NVMLError as error:  # AMD's, older than Volta, or a part of one (MIG)
-            raise OSError(f"NVML has no energy of {uuid}: {error}") from None
-
-    return read
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:  # AMD's, older than Volta, or a part of one (MIG)
+        problem = f"log_energy=true: NVML has no energy of {uuid} ({error})"
+        raise ValueError(f"{problem}: set it to false") from None
+    return lambda: 1000 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
 
 
 def rapl_reader(folder: Path = Path("/sys/class/powercap")) -> Read:
@@ -116,14 +105,16 @@ def rapl_reader(folder: Path = Path("/sys/class/powercap")) -> Read:
     # of a package, nor psys, a zone which has the packages in it.
     zones = folder.glob("intel-rapl:*")
     packages = [zone for zone in zones if (zone / "name").read_text().startswith("package")]
+    if not packages or not all(os.access(zone / "energy_uj", os.R_OK) for zone in packages):
+        problem = f"log_energy=true: {folder}/intel-rapl:0/energy_uj"
+        causes = "is missing, as in most virtual machines, or for root alone"
+        raise ValueError(f"{problem} {causes}: chmod a+r it as root, or set log_energy to false")
     before, total = {}, 0
 
     def read() -> int:
         nonlocal total
-        if not packages:
-            raise OSError(f"there is no {folder}/intel-rapl:0, as in most virtual machines")
         for package in packages:
-            now = int((package / "energy_uj").read_text())  # by root only on most machines
+            now = int((package / "energy_uj").read_text())
             wraps_at = int((package / "max_energy_range_uj").read_text())
             total += (now - before.get(package, now)) % wraps_at
             before[package] = now

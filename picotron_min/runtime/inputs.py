@@ -160,12 +160,12 @@ def check_fp8(config: Config, device: torch.device) -> None:
 
 
 def open_meters(config: Config, device: torch.device, launch: Launch) -> list[Extension]:
-    """What the report measures in each step; ValueError if a package is missing."""
+    """What the report measures in each step; ValueError if that is not possible."""
     if not config.logging.log_energy:
         return []
     from picotron_min.runtime.energy import open_meter
 
-    return [open_meter(device, launch.local_rank, launch.world_size, config.tokens_per_step)]
+    return [open_meter(device, launch.local_rank, config.tokens_per_step)]
 
 
 def open_data(

@@ -39,8 +39,6 @@ from picotron_min.runtime.speed import Speedometer, device_name, memory_gb
 from picotron_min.runtime.trace import Trace
 from picotron_min.runtime.wording import counted, human, shown
 
-MANY_ROWS = 2  # times as many rows of experts as planned: a warning
-
 
 class Reporter(ExitStack):
     """Every rank has one, and rank 0 writes. Use it as a context manager around the steps."""
@@ -70,7 +68,6 @@ class Reporter(ExitStack):
         self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
-        self.warned_of: set[str] = set()
         self.console = Console(done + 1, last, RichConsole(quiet=not writes))
         self.console.header("picotron-min", self.start.header)
         for warning in warnings_of(inputs):
@@ -88,9 +85,6 @@ class Reporter(ExitStack):
         if step == self.measured_step:
             self.measure_ranks(step)
         config, batches = self.inputs.config, self.inputs.batches
-        for meter in self.inputs.meters:  # one, on request
-            if meter.problem:
-                self.warn_once(meter.problem, f"energy is not measured: {meter.problem}")
         measures, attended = dict(result.measures), None
         if not config.logging.moe_per_layer_logging:
             measures = {k: v for k, v in measures.items() if not k.endswith("_per_layer")}
@@ -115,18 +109,8 @@ class Reporter(ExitStack):
         )
         self.log.write(record)
         self.console.step(record)
-        rows = [v or 0 for v in result.measures.get("rank_imbalance_per_layer", ())]
-        if (most := max(rows, default=0)) >= MANY_ROWS:
-            where = f"the experts of a rank in layer {rows.index(most)}"
-            had = f"{most:.2f} times the planned rows, and need as much more memory for them"
-            self.warn_once("rows", f"step {step}: {where} had {had}")
         if result.skipped:
             self.console.warn(f"step {step} changed nothing: its gradient is not finite")
-
-    def warn_once(self, about: str, text: str) -> None:
-        if about not in self.warned_of:
-            self.warned_of.add(about)
-            self.console.warn(text)
 
     def measure_ranks(self, step: int) -> None:
         """Gather what every rank measured, for the report: records of steps are of one rank."""
