@@ -8,10 +8,7 @@ Standard library only, so that it starts at once.
 
 import argparse
 import json
-import math
-import os
 import shutil
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
@@ -27,38 +24,32 @@ FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behin
 
 
 def main(arguments: list[str] | None = None) -> None:
-    abouts = "\n".join(f"{name}: {schedule.about}" for name, schedule in SCHEDULES.items())
     parser = argparse.ArgumentParser(
         prog="python -m picotron_min.runtime.draw",
         description="Draw a pipeline schedule, with its bubble and its live activations.",
-        epilog=f"p ranks, m micro-batches, v chunks a rank.\n{abouts}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    plan = parser.add_argument_group("a plan")
-    plan.add_argument("--engine", choices=SCHEDULES, help="default: 1f1b")
-    plan.add_argument("--stages", type=int, metavar="P", help="ranks; default: 4")
-    plan.add_argument("--microbatches", type=int, metavar="M", help="default: 8")
-    plan.add_argument("--chunks", type=int, metavar="V", help="a rank; default: the engine's")
-    parser.add_argument("--trace", metavar="FILE", help="draw what a run measured, and its plan")
-    parser.add_argument("--width", type=int, metavar="COLUMNS", help="default: the terminal's")
-    given = vars(parser.parse_args(arguments))  # only what stands on the command line
-    width = given.pop("width", None) or shutil.get_terminal_size((100, 24)).columns
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--engine", choices=SCHEDULES, default="1f1b", help="the schedule")
+    what.add_argument("--trace", metavar="FILE", help="what a run measured, under its plan")
+    parser.add_argument("--stages", type=int, metavar="P", default=4, help="ranks")
+    parser.add_argument("--microbatches", type=int, metavar="M", default=8, help="of a step")
+    parser.add_argument("--chunks", type=int, metavar="V", default=0, help="a rank; 0: as usual")
+    columns = shutil.get_terminal_size((100, 24)).columns
+    parser.add_argument(
+        "--width", type=int, metavar="COLUMNS", default=columns, help="wider: | less -S"
+    )
+    o = parser.parse_args(arguments)
     try:
-        if "trace" in given and len(given) > 1:
-            raise ValueError("--trace contains its own plan: omit --engine, --stages and the like")
-        show = show_trace if "trace" in given else show_plan
-        show(width, **given)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; Python would flush once more at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}")  # exit code 2
-    except ValueError as error:
-        parser.error(str(error))
+        if o.trace:
+            show_trace(o.trace, o.width)
+        else:
+            show_plan(o.engine, o.stages, o.microbatches, o.chunks, o.width)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))  # exit code 2
 
 
-def show_plan(width: int, engine="1f1b", stages=4, microbatches=8, chunks=0) -> None:
+def show_plan(engine: str, stages: int, microbatches: int, chunks: int, width: int) -> None:
     """Print a schedule's timeline and its figures beside the textbook's; 0: its usual chunks."""
     sizes, plans, timeline = plan_on_paper(engine, stages, microbatches, chunks)
     schedule, (p, m, v) = SCHEDULES[engine], sizes
@@ -70,7 +61,6 @@ def show_plan(width: int, engine="1f1b", stages=4, microbatches=8, chunks=0) -> 
     if v > 1:
         print("f0, b0: of odd chunks. A chunk is 1/v of a rank's layers, and so is an activation")
     print(f"\n{draw(timeline, width)}\n")
-    print_needed_width(timeline, width)
     print("        bubble  formula  peak live  formula")
     for rank, plan in enumerate(plans):
         bubbles = f"{timeline.bubble(rank):7.1%}  {schedule.bubble(*sizes):7.1%}"
@@ -93,46 +83,25 @@ def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
 
 
 def _label(action: Action, columns: int) -> str:
-    """As much of the action's name as fits, filled up to `columns`."""
-    name = _name(action)
-    short = next(n for n in (name, name[1:], name[-1], "") if len(n) <= columns)
-    return short.ljust(columns, FILLS[action.kind])
+    """The end of the action's name, as much as fits, filled up to `columns`."""
+    name = f"{action.kind.value}{action.micro_batch}"
+    name = name.lower() if action.chunk % 2 else name
+    return name[max(0, len(name) - columns) :].ljust(columns, FILLS[action.kind])
 
 
-def _name(action: Action) -> str:
-    letter = action.kind.value.lower() if action.chunk % 2 else action.kind.value
-    return letter + str(action.micro_batch)
-
-
-def print_needed_width(timeline: Timeline, width: int, makespan: float = 0.0) -> None:
-    """The width that `draw` needs for all names, if that is more than there is."""
-    spans = [span for span in timeline.spans if span.action.peer is None]
-    scale = max(len(_name(span.action)) / (span.end - span.start) for span in spans)
-    needed = MARGIN + math.ceil((makespan or timeline.makespan) * scale)
-    if width < needed:
-        print(f"{width} columns are too few to name each action: use --width {needed} | less -S\n")
-
-
-def show_trace(width: int, trace: str) -> None:
+def show_trace(trace: str, width: int) -> None:
     """Draw a measured step under its plan, in which all ranks are equally fast."""
     engine, step, measured, _ = read_trace(trace)
     planned = plan_of_trace(measured, engine)
-    makespan = max(planned.makespan, measured.makespan)
+    longest = max(planned.makespan, measured.makespan)
     for name, timeline in (("planned", planned), ("measured", measured)):
-        print(f"{name}, {engine}, step {step + 1}: {timeline.makespan / 1000:.2f} ms")
-        print(draw(timeline, width, makespan), "\n")
-    print_needed_width(planned, width, makespan)
+        bubble = fmean(map(timeline.bubble, range(timeline.num_ranks)))
+        print(f"{name}, {engine}, step {step + 1}: {timeline.makespan / 1000:.2f} ms", end="")
+        print(f", bubble {bubble:.1%}\n{draw(timeline, width, longest)}\n")
     means = {span.action.kind: (span.end - span.start) / 1000 for span in planned.spans}
     parts = [f"{kind.name.lower()} {mean:.2f} ms" for kind, mean in means.items()]
-    print(f"mean {', '.join(parts)}\n")
-    print("        planned bubble  measured bubble   computes")
-    for rank in range(measured.num_ranks):
-        bubbles = f"{planned.bubble(rank):15.1%}  {measured.bubble(rank):15.1%}"
-        busy = (1 - measured.bubble(rank)) * measured.makespan / 1000
-        print(f"rank {rank:<2}{bubbles}  {busy:6.2f} ms")
-    print(f"\n{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan")
-    if measured.num_ranks == 1:
-        print("One rank has no bubble: this shows how long each forward and backward takes.")
+    print(f"mean {', '.join(parts)}")
+    print(f"{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan")
 
 
 def plan_of_trace(measured: Timeline, engine: str) -> Timeline:
@@ -157,24 +126,23 @@ class MeasuredStep(NamedTuple):
 
 def read_trace(path: str) -> MeasuredStep:
     """The last step in a trace; ValueError if the file is not one."""
+    spans = []
     try:
         trace = json.loads(Path(path).read_text())
         about = trace.get("otherData", {})
         engine, run_began = about.get("pp_engine", "1f1b"), about.get("run_began")
         SCHEDULES[engine]  # a KeyError names an unknown engine
         events = [e for e in trace["traceEvents"] if "micro_batch" in e.get("args", {})]
-        step, spans = max((e["args"]["step"] for e in events), default=None), []
+        step = max(e["args"]["step"] for e in events)
         for e in sorted(events, key=lambda e: e["ts"]):
             if e["args"]["step"] == step:
                 action = Action(Kind(e["name"][0]), e["args"]["micro_batch"], e["args"]["chunk"])
-                if not math.isfinite(e["ts"] + e["dur"]):
-                    raise ValueError(f"{action} is at no time")
                 duration = max(e["dur"], 1e-3)  # a clock may be too coarse for a tiny model
                 spans.append(Span(e["pid"], action, e["ts"], e["ts"] + duration))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of a pipeline: {error!r}") from None
     ranks = sorted({span.rank for span in spans})
-    if ranks != list(range(max(1, len(ranks)))):
+    if ranks != list(range(len(ranks))):
         need = "it must have all ranks of one pipeline, counted from 0"
         raise ValueError(f"{path} has forwards and backwards of ranks {ranks}: {need}")
     return MeasuredStep(engine, step, Timeline(len(ranks), spans), run_began)
