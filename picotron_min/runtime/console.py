@@ -12,10 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console as RichConsole
-from rich.console import Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
 from picotron_min.runtime.metrics import EvalRecord, StepRecord
 from picotron_min.runtime.wording import counted, duration, human
@@ -26,11 +23,13 @@ class Console:
 
     def __init__(self, first_step: int, last_step: int, output: RichConsole) -> None:
         self._print = partial(output.out, highlight=False)
-        self._live = Live(console=output, transient=True)  # nothing where there is no terminal
+        columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=20)
+        options = {"console": output, "transient": True, "disable": output.quiet}
+        self._bar = Progress(*columns, **options)
+        self._bar.add_task("", total=last_step, completed=first_step - 1)
         self._last_step, self._width = last_step, len(str(last_step))
         self._every = math.ceil((last_step - first_step + 1) / 20)
         self._steps: list[StepRecord] = []  # the first and the latest, here and below
-        self._best: StepRecord | None = None  # with the lowest loss
         self._evaluations: list[EvalRecord] = []
         self._total, self._recent = Counter(), Counter()  # work of all steps; since the last line
         self._first = Counter()  # of the first step, in which torch compiles
@@ -38,11 +37,10 @@ class Console:
         self._began = self._printed_at = 0.0
 
     def __enter__(self) -> None:
-        if not self._live.console.quiet:  # it redirects what is printed elsewhere
-            self._live.start()
+        self._bar.start()
 
     def __exit__(self, *_) -> None:
-        self._live.stop()
+        self._bar.stop()
         self._print_step()  # of a run that stopped early
 
     def header(self, title: str, rows: dict[str, str]) -> None:
@@ -52,14 +50,12 @@ class Console:
 
     def step(self, record: StepRecord) -> None:
         step, last, seconds = record.step, self._last_step, record.step_seconds
-        done = Counter(steps=1, seconds=seconds, tokens=seconds * record.tokens_per_second)
+        work = Counter(steps=1, seconds=seconds, tokens=seconds * record.tokens_per_second)
         if not self._steps:
-            self._began, self._first = time.perf_counter() - seconds, done
+            self._began, self._first = time.perf_counter() - seconds, work
         self._steps[1:] = [record]
-        both = (self._best or record, record)
-        self._best = min(both, key=lambda r: (math.isnan(r.loss), r.loss))
-        for work in (self._total, self._recent):
-            work.update(done)
+        self._total += work
+        self._recent += work
         # The pace so far, with the evaluations and checkpoints between the steps.
         pace = (time.perf_counter() - self._began) / self._total["steps"]
         self._line = (
@@ -67,8 +63,7 @@ class Console:
             f"  {self._speed(self._recent)}  {record.memory_gb:.2f} GB"
             f"  {duration(pace * (last - step))} left"
         )
-        status = Text(self._line, no_wrap=True, overflow="ellipsis")
-        self._live.update(Group(status, ProgressBar(total=last, completed=step)))
+        self._bar.update(0, completed=step, description=self._line)
         is_silent = time.monotonic() - self._printed_at > 60  # looks as if the run hung
         if step % self._every == 0 or step == last or record is self._steps[0] or is_silent:
             self._print_step()
@@ -100,16 +95,13 @@ class Console:
         rows, work, folder = {}, self._total, Path(save_dir, "hf")
         if self._steps:
             first, latest = self._steps[0], self._steps[-1]
-            took = duration(time.perf_counter() - self._began)
-            steps = counted(work["steps"], "step")
-            rows["trained"] = f"{steps}, {human(work['tokens'])} tokens in {took}"
+            done = f"{counted(work['steps'], 'step')}, {human(work['tokens'])} tokens"
+            rows["trained"] = f"{done} in {duration(time.perf_counter() - self._began)}"
             if first.step > 1:  # resumed
                 rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
             later = work - self._first
             rows["speed"] = self._speed(later or work) + ", without the first step" * bool(later)
-            rows["loss"], best = f"{first.loss:.4f} -> {latest.loss:.4f}", self._best
-            if not latest.loss - best.loss <= abs(best.loss) / 2:  # also if it is not a number
-                rows["loss"] += f", far above the lowest, {best.loss:.4f} in step {best.step}"
+            rows["loss"] = f"{first.loss:.4f} -> {latest.loss:.4f}"
             if "load_imbalance" in latest.measures:
                 before, now = (r.measures["load_imbalance"] for r in (first, latest))
                 rows["imbalance"] = f"{before:.2f} -> {now:.2f}"

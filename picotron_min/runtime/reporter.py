@@ -64,7 +64,8 @@ class Reporter(ExitStack):
             wandb["config"] = config.model_dump()
         self.log = MetricsLog(Path(config.metrics_file) if writes else None, wandb)
         self.callback(self.log.close)
-        traced = range(done + 2, done + 5) if logging.trace_file else ()  # after two that warm up
+        first = max(done, min(done + 2, last - 3))  # after two that warm up, if there are others
+        traced = range(first, first + 3) if logging.trace_file else ()
         self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
@@ -174,19 +175,11 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     if batches.num_sequences < batches.global_batch:
         each = f"each step of {counted(batches.global_batch, 'sequence')} repeats some"
         yield f"the text has {counted(batches.num_sequences, 'sequence')} to train on: {each}"
-    if config.logging.trace_file and done < last < done + 3:
-        yield f"trace_file stays empty: it records steps {done + 3} to {done + 5} of {last}"
     if inputs.weights and (left := layers_left_out(inputs.weights, inputs.model_config)):
         yield f"model.weights has {counted(len(left), 'prediction layer')} more, which are left out"
-    if (depths := inputs.model_config.num_nextn_predict_layers) > 4:
-        yield f"num_nextn_predict_layers={depths}: the last stage has as many layers and heads more"
-    if config.layout.sequence_parallel and config.layout.tp == 1:
-        yield "sequence_parallel=true changes nothing with tp_size=1"
-    has_experts = inputs.model_config.num_local_experts > 0
-    even, uneven = "moe_router_force_load_balancing", "moe_router_force_biased"
-    for key, how in {even: "at random", uneven: "by a random bias"}.items():
-        if has_experts and (value := getattr(config.training, key)):
-            why = f"experts are chosen {how}, for benchmarks: the weights learn nothing useful"
+    for key in ("moe_router_force_load_balancing", "moe_router_force_biased"):
+        if inputs.model_config.num_local_experts and (value := getattr(config.training, key)):
+            why = "experts are chosen by chance, for benchmarks: the weights learn nothing useful"
             yield f"{key}={shown(value)}: {why}"
     if done >= last:
         yield f"no step is left: {inputs.start} has {done} of {last}; its model is exported"

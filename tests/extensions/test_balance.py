@@ -111,7 +111,7 @@ def test_a_run_reports_how_experts_are_used(workplace):
     active = 2 * 257 * 32 + 32 + 2 * (3072 + 64) + dense + router + 2 * expert
     sizes = f"{human(active + 2 * expert)} parameters, of which {human(active)} active a token,"
     assert sizes in run.output
-    assert "moe_router_force_load_balancing=true: experts are chosen at random" in run.output
+    assert "moe_router_force_load_balancing=true: experts are chosen by chance" in run.output
     for record in workplace.steps("mixture"):
         assert record["num_zeros_in_grad"] >= 32, "at least one byte does not occur in the text"
         # An expert keeps n / 4 of n tokens: the fewest if all choose the same two of four experts.
