@@ -24,8 +24,7 @@ class Console:
     def __init__(self, first_step: int, last_step: int, output: RichConsole) -> None:
         self._print = partial(output.out, highlight=False)
         columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=20)
-        options = {"console": output, "transient": True, "disable": output.quiet}
-        self._bar = Progress(*columns, **options)
+        self._bar = Progress(*columns, console=output, transient=True)
         self._bar.add_task("", total=last_step, completed=first_step - 1)
         self._last_step, self._width = last_step, len(str(last_step))
         self._every = math.ceil((last_step - first_step + 1) / 20)
@@ -37,10 +36,12 @@ class Console:
         self._began = self._printed_at = 0.0
 
     def __enter__(self) -> None:
-        self._bar.start()
+        console = self._bar.console
+        if console.is_interactive and not console.quiet:  # it redirects what is printed elsewhere
+            self._bar.start()
 
     def __exit__(self, *_) -> None:
-        self._bar.stop()
+        self._bar.live.stop()  # not its own `stop`, which adds an empty line to a log
         self._print_step()  # of a run that stopped early
 
     def header(self, title: str, rows: dict[str, str]) -> None:

@@ -25,7 +25,6 @@ from picotron_min.runtime.folders import check_shared, find_start, lock_folder
 from picotron_min.runtime.hugging_face import find_weights, load_hf
 from picotron_min.runtime.launch import Launch, choose_backend, choose_device, open_communicators
 from picotron_min.runtime.metadata import Metadata, read_to_resume
-from picotron_min.runtime.metrics import check_writable
 from picotron_min.runtime.token_file import TokenFile, open_text
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
 from picotron_min.runtime.wording import counted
@@ -118,7 +117,6 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     to_hf(model_config)  # a model that cannot be exported is refused now, not after its last step
     if launch.rank == 0:  # the one that writes
         lock = lock_folder(save_dir)
-        check_writable(metrics_file=config.metrics_file, trace_file=config.logging.trace_file)
     if start := find_start(config.checkpoint.load_path, save_dir):
         metadata = read_to_resume(start, model_config, config.training.optimizer)
         resumed = {"first_step": metadata.step, "seen_before": metadata.tokens_seen}

@@ -8,10 +8,11 @@ there is no torch here, which takes seconds to import.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt
 
@@ -97,63 +98,41 @@ EVENTS = {"start": Start, "ranks": Ranks}  # the only key of a line -> what it h
 
 def append_event(path: Path, event: Start | Ranks) -> None:
     key = type(event).__name__.lower()
-    with open_lines(path) as file:
-        file.write(json.dumps({key: event.model_dump(mode="json", by_alias=True)}) + "\n")
+    append_line(path, {key: event.model_dump(mode="json", by_alias=True)})
 
 
-def open_lines(path: Path) -> TextIO:
-    """A file to add lines to; a last one that a kill has torn does not swallow the next."""
-    is_torn = False
-    if path.is_file() and (size := path.stat().st_size):
-        with path.open("rb") as file:
-            file.seek(size - 1)
-            is_torn = file.read() != b"\n"
-    file = path.open("a", encoding="utf-8", buffering=1)  # by line: a kill loses none
-    file.write("\n" * is_torn)
-    return file
+def append_line(path: Path, values: dict) -> None:
+    """Add a line of JSON; a last one that a kill has torn does not swallow it."""
+    try:
+        with path.open("ab+") as file:
+            is_torn = file.tell() and not (file.seek(-1, os.SEEK_END) and file.read() == b"\n")
+            file.write(b"\n" * is_torn + json.dumps(values).encode() + b"\n")
+    except OSError as error:  # of a full disk, without a name
+        error.filename = str(path)
+        raise
 
 
 class MetricsLog:
     """Appends records to a file of JSON lines, if given one, and, with options for it, to wandb."""
 
     def __init__(self, path: Path | None, wandb_options: dict | None = None) -> None:
-        self._file = path and open_lines(path)
-        self._run = path and wandb_options and start_wandb(**wandb_options)
+        self.path, self.wandb = path, path and wandb_options and start_wandb(**wandb_options)
 
     def write(self, record: StepRecord | EvalRecord | SaveRecord) -> None:
+        if not self.path:
+            return
         # JSON has no NaN and no infinity: every reader takes null for a missing number.
         values = json.loads(json.dumps(asdict(record)), parse_constant=lambda name: None)
         values |= values.pop("measures", {})
-        if self._file:
-            try:
-                self._file.write(json.dumps(values) + "\n")
-            except OSError as error:  # without a name; and closing the file would fail again
-                error.filename, self._file = self._file.name, None
-                raise
-        if self._run:
+        append_line(self.path, values)
+        if self.wandb:
             known = {name: value for name, value in values.items() if value is not None}
-            self._run.log(known, step=known.pop("step"))
+            self.wandb.log(known, step=known.pop("step"))
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
-        if self._run:
-            self._run.finish()  # prints a summary of its own
-        self._file = self._run = None
-
-
-def check_writable(**files: str | None) -> None:
-    """Make the folders of these files; ValueError, with its key, for one that cannot be written."""
-    for key, path in ((key, Path(path)) for key, path in files.items() if path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not path.exists()
-            path.open("a").close()
-            if is_new:
-                path.unlink()
-        except OSError as error:
-            problem = f"logging.{key}={path} cannot be written ({error.strerror})"
-            raise ValueError(f"{problem}: name another file") from None
+        if self.wandb:
+            self.wandb.finish()  # prints a summary of its own
+        self.wandb = None
 
 
 def start_wandb(**options):
@@ -161,14 +140,6 @@ def start_wandb(**options):
     import wandb
 
     mode = wandb.setup().settings.mode  # from WANDB_MODE, for example
-    if mode == "online":
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    try:
-        return wandb.init(mode=mode, **options)
-    except wandb.Error as error:  # of its server
-        why = " ".join(str(error).split())[:200]
-        if mode != "online":
-            raise OSError(f"wandb cannot record this run: {why}: see section logging") from error
-        print(f"warning: wandb cannot be reached ({why}): recorded as with WANDB_MODE=offline")
-        wandb.teardown()  # it still holds the run's id
-        return wandb.init(mode="offline", **options)
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        mode = "offline"
+    return wandb.init(mode=mode, **options)

@@ -54,6 +54,9 @@ class Reporter(ExitStack):
         self.run_log = Path(save_dir, RUN_LOG) if writes else None
         if writes:
             make_room(Path(save_dir), inputs.start)
+            for path in filter(None, (config.metrics_file, logging.trace_file)):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                Path(path).open("a").close()  # an OSError now, not at the end
             append_event(self.run_log, self.start)
         wandb = None
         if writes and logging.use_wandb:
@@ -147,7 +150,7 @@ class Reporter(ExitStack):
         config, save_dir = self.inputs.config, self.inputs.config.checkpoint.save_dir
         if config.logging.trace_file and self.axes.dp_cp_tp.rank == 0:  # one of each stage
             self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
-        self.log.close()  # wandb prints a summary of its own
+        self.log.close()  # wandb prints a summary of its own, above this one
         newest = find_start("latest", Path(save_dir))
         more = [("energy", meter.summary()) for meter in self.inputs.meters]
         rows = self.console.summary(save_dir, newest, config.dataset.name, dict(more))

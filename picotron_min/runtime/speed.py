@@ -8,14 +8,14 @@ import platform
 import resource
 import sys
 import time
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, repeat
 from operator import matmul
 from pathlib import Path
 
 import torch
 
-from picotron_min import costs
+from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.settings import ModelConfig, Workload
 from picotron_min.runtime.hardware import (
     common_flops_per_token,
@@ -42,21 +42,16 @@ class Speedometer:
 
         `attended`: the length of rows whose attention costs as much, if it is not seq_length.
         """
-        attended = attended or self._work.seq_length
-        flops = _flops_per_token(self._model_config, self._work, attended)
-        speed, peak = tokens_per_second / devices, self.peak
-        shares = {name: peak and flops[name] * speed / peak for name in flops}
+        c, work, speed = self._model_config, self._work, tokens_per_second / devices
+        attended = attended or work.seq_length
+        flops = {
+            "mfu": model_flops_per_token(c, attended),
+            "mfu_common": common_flops_per_token(c, work.seq_length),
+            "hfu": hardware_flops_per_token(c, attended, work.recompute),
+        }
+        shares = {name: self.peak and n * speed / self.peak for name, n in flops.items()}
         speeds = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_device": speed}
         return speeds | shares | {"memory_gb": memory_gb(self._device)}
-
-
-@lru_cache(maxsize=1)  # only with documents apart the length is another in every step
-def _flops_per_token(c: ModelConfig, work: Workload, attended: float) -> dict[str, float]:
-    return {
-        "mfu": costs.model_flops_per_token(c, attended),
-        "mfu_common": common_flops_per_token(c, work.seq_length),
-        "hfu": hardware_flops_per_token(c, attended, work.recompute),
-    }
 
 
 def device_name(device: torch.device) -> str:
