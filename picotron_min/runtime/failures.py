@@ -38,7 +38,7 @@ from picotron_min.runtime.launch import (
     USAGE_ERRORS,
     Launch,
     exit_on_usage_error,
-    in_words,
+    first_line,
     open_process_group,
     print_end,
 )
@@ -103,15 +103,15 @@ class RankMonitor:
         """Wait until every rank is here, then open the process group."""
         self.connecting = True
         self.store.set(f"here {self.rank}", "")
-        here = [f"here {r}" for r in self.ranks]
+        here, deadline, before = [f"here {r}" for r in self.ranks], 0.0, []
         # As long as every rank has heartbeats: one may prepare its tokens for hours.
         while not self.store.check(here):
-            before = self._heartbeats()
-            try:
-                self.store.wait(here, self.timeout)
-            except RuntimeError:  # a DistError, but not from every kind of store
-                if any(old == new for old, new in zip(before, self._heartbeats(), strict=True)):
-                    raise
+            if time.monotonic() > deadline:
+                now = self._heartbeats()
+                if any(map(int.__eq__, before, now)):
+                    raise dist.DistStoreError("a rank has no heartbeat")
+                before, deadline = now, time.monotonic() + self.timeout.total_seconds()
+            time.sleep(HEARTBEAT)
         open_process_group(self.launch, backend, self.store, self.timeout)
         # On CPUs, also between GPUs: otherwise every step would wait for the GPU to answer.
         self.group = dist.new_group(backend="gloo", timeout=self.timeout)
@@ -141,8 +141,7 @@ class RankMonitor:
             if not self.got_report:
                 self._report_once(error, is_usage)
         except dist.DistError:  # without the notes the reason is not known
-            cause = str(error).partition("\n")[0]
-            what = f"the ranks' store is gone, and with it its process or node ({cause})"
+            what = f"the ranks' store is gone, and its process or node ({first_line(error)})"
             print_end(f"rank {self.rank} stops: {what}: {how_to_resume(self.save_dir)}")
         finally:
             _leave(130 if isinstance(error, KeyboardInterrupt) else 2 if is_usage else 1)
@@ -177,14 +176,13 @@ class RankMonitor:
         if not (missing := dead or silent):
             return "", self.rank
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        seconds = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
-        if dead:
-            why = "killed, or hanging" if after[dead[0]] else f"not started within {seconds}"
-            return f"lost {ranks}: {why}", dead[0]
-        what = f"timed out waiting for {ranks}"
-        if self.store.check([f"step {self.rank}"]):  # before, waits may be longer
-            what += f": hanging, or busy for more than {seconds}"
-        return what, missing[0]
+        limit = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
+        if not dead:
+            return f"timed out waiting for {ranks}: hanging, or busy for more than {limit}", silent[
+                0
+            ]
+        why = "killed, or hanging" if after[dead[0]] else f"not started within {limit}"
+        return f"lost {ranks}: {why}", dead[0]
 
 
 def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
@@ -196,7 +194,7 @@ def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
         return f"{what}, a larger tp_size or pp_size, or model.recompute full"
     # A MemoryError that comes from here, not from torch, has its own remedy, or no message.
     is_plain = isinstance(error, (OSError, FloatingPointError, MemoryError, ModuleNotFoundError))
-    return in_words(error) if is_usage or is_plain else ""
+    return str(error) if is_usage or is_plain else ""
 
 
 def report(what: str, notes: dist.Store, rank: int | None) -> None:

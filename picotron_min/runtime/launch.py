@@ -32,19 +32,19 @@ class Launch(NamedTuple):
 
 def torchrun_launch() -> Launch | None:
     """Read the variables that torchrun sets; None if this process was started without it."""
-    names, env = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), os.environ
-    if "RANK" not in env:
-        for variable, launcher in OTHER_LAUNCHERS.items():
-            if (copies := env.get(variable, "1")) != "1":
-                problem = f"{launcher} has started this command {copies} times ({variable})"
-                remedy = "start it once a node, and let it run  torchrun ... train.py --config FILE"
-                raise ValueError(f"{problem}: {remedy}; see docs/running.md")
-        return None
-    try:
-        return Launch(*(int(env[name]) for name in names), _open_tcp_store)
-    except (KeyError, ValueError) as error:
-        problem = f"RANK is set, but not what torchrun sets with it ({error!r})"
-        raise ValueError(f"{problem}: start with torchrun, or unset RANK") from None
+    env = os.environ
+    if "RANK" in env:
+        if missing := {"LOCAL_RANK", "WORLD_SIZE"} - set(env):
+            problem = f"RANK is set, but not what torchrun sets with it, {sorted(missing)}"
+            raise ValueError(f"{problem}: start with torchrun, or unset RANK")
+        numbers = (int(env[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        return Launch(*numbers, _open_tcp_store)
+    for variable, launcher in OTHER_LAUNCHERS.items():
+        if (copies := env.get(variable, "1")) != "1":
+            problem = f"{launcher} has started this command {copies} times ({variable})"
+            remedy = "start it once a node, and let it run  torchrun ... train.py --config FILE"
+            raise ValueError(f"{problem}: {remedy}; see docs/running.md")
+    return None
 
 
 # How many copies of a command launchers that are not torchrun have started.
@@ -53,14 +53,7 @@ OTHER_LAUNCHERS |= {"PMI_SIZE": "mpiexec"}
 
 
 def _open_tcp_store(timeout_seconds: float) -> dist.Store:  # open_store under a launcher
-    try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-    except dist.DistError as error:
-        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        what = f"rank {os.environ['RANK']} finds no store of all ranks at {at}"
-        cause = str(error).partition("\n")[0]
-        remedy = "see the output of rank 0, or check MASTER_ADDR and MASTER_PORT"
-        raise ConnectionError(f"{what} within {timeout_seconds:g} s ({cause}): {remedy}") from None
+    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     # torchrun may keep one store for all of its --max-restarts, in which ranks would find the
     # addresses of processes that are gone. So every attempt has its own keys.
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -127,24 +120,24 @@ def exit_with_parent() -> None:
 USAGE_ERRORS = (ValueError, OSError, ModuleNotFoundError)
 
 
-def in_words(error: BaseException) -> str:
-    if isinstance(error, UnicodeEncodeError):  # the name of a file
-        problem = f"this machine's locale is {error.encoding}, in which {error.object!r:.90} cannot"
-        return f"{problem} be written: set PYTHONUTF8=1"
-    return str(error)
-
-
 @contextlib.contextmanager
 def exit_on_usage_error() -> Iterator[None]:
     """Report the user's mistakes by their message alone; exit code 2."""
     try:
         yield
-    except USAGE_ERRORS as error:
+    except (*USAGE_ERRORS, dist.DistError) as error:
         # Every rank finds most of them: the first one of a node reports them, and the launcher then
         # ends the others while they sleep. They report only what the first one has not found.
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
-        print_end(in_words(error))
+        message = str(error)
+        if isinstance(error, dist.DistError):  # of the ranks' store, with a C++ stack below it
+            message = f"{first_line(error)} See rank 0, or check MASTER_ADDR and MASTER_PORT"
+        print_end(message)
         raise SystemExit(2) from None
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def set_environment(tokenizers_parallelism: bool | None = None) -> None:
@@ -156,22 +149,15 @@ def set_environment(tokenizers_parallelism: bool | None = None) -> None:
     # other numbers of rows in each step.
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
-    known, given = [name for _, name in socket.if_nameindex()], os.environ.get(INTERFACE, "")
-    if unknown := [name for name in given.split(",") if name and name not in known]:
-        problem = f"{INTERFACE}={given}: this machine has no network interface {unknown[0]}"
-        raise ValueError(f"{problem}: unset it, or name one of {', '.join(known)}")
     if tokenizers_parallelism is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
-
-
-INTERFACE = "GLOO_SOCKET_IFNAME"  # through which gloo connects
 
 
 def listen_on_loopback() -> None:
     """Let gloo, which authenticates no one, be reached from this machine alone."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
-        os.environ.setdefault(INTERFACE, loopback[0])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def set_allocator(returns: bool) -> None:
@@ -205,20 +191,7 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
         raise ValueError(f"{problem}; {remedy}, or set distributed.use_cpu")
     device = torch.device("cuda", launch.local_rank % gpus)
     torch.cuda.set_device(device)
-    _check_segments(device, launch)
     return device
-
-
-def _check_segments(device: torch.device, launch: Launch) -> None:
-    """Use fixed segments of memory where a virtual machine's driver has none that can grow."""
-    try:
-        torch.empty(1, device=device)
-    except RuntimeError as error:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        torch.empty(1, device=device)  # raises if the cause is another one
-        if launch.local_rank == 0:
-            cause = str(error).partition("\n")[0]
-            print(f"GPU memory is in fixed segments: the driver has no other ({cause})", flush=True)
 
 
 def choose_backend(device: torch.device, backend: str) -> str:

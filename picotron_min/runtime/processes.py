@@ -121,13 +121,10 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
 
 def _start(ranks: list[ForkProcess]) -> None:
     """Ctrl-C waits until all have been forked: Python swallows what a hook of a fork raises."""
-    interrupts: list[int] = []
-    heeded = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     for process in ranks:
         process.start()
-    signal.signal(signal.SIGINT, heeded)
-    for number in interrupts[:1]:
-        signal.raise_signal(number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:

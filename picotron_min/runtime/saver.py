@@ -85,13 +85,10 @@ class Saver:
                 files = {path.name: path.stat().st_size for path in partial.glob("*.safetensors")}
                 write_json(partial / "state.json", {"files": files, **metadata})
 
-        try:
-            complete_or_absent(folder, write, self.group)
-            if dist.get_rank() == 0 and self.settings.keep:
-                delete_older(folder, self.settings.keep)
-            dist.barrier(self.group)  # here, where the wait may be long
-        except OSError as error:  # save_dir may have been deleted, or the disk be full
-            raise OSError(f"cannot save {folder}: {error}") from error
+        complete_or_absent(folder, write, self.group)
+        if dist.get_rank() == 0 and self.settings.keep:
+            delete_older(folder, self.settings.keep)
+        dist.barrier(self.group)  # here, where the wait may be long
 
     def wait(self, until_written: bool = True) -> None:
         """Raise what the thread has raised, if anything; by default wait for it to end."""
@@ -111,11 +108,6 @@ class Saver:
         if not finite:
             why = "the weights are not finite: no model is written"
             raise FloatingPointError(f"{why}. Resume from an earlier checkpoint, or start anew")
-        skipped = self.run.skipped
-        if skipped.in_a_row and not skipped.has_learned:
-            why = "the gradient was not finite in any step, so that nothing was learned"
-            remedy = "Start from other weights, or from an earlier checkpoint"
-            raise FloatingPointError(f"{why}: no model is written. {remedy}")
         dtype = getattr(torch, inputs.config.model.dtype)
         weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
         parts = model.parts_of_whole(weights)

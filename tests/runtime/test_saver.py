@@ -1,5 +1,6 @@
 """The thread that writes checkpoints, and waits that may be longer than the timeout."""
 
+import math
 import shutil
 import threading
 import time
@@ -74,15 +75,19 @@ def save_where_the_folder_is_deleted(folder: Path) -> None:
     training.save(folder, 2)
     assert names(folder) == ["step-00000002"]
 
-    def save_and_delete(*args) -> None:
-        checkpoint.save(*args)
-        shutil.rmtree(folder)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "save", save_and_delete)
-        with pytest.raises(OSError, match=f"cannot save {folder}/step-00000003: .*No such file"):
-            training.save(folder, 3)
-
-
-def test_a_deleted_folder_is_made_again_or_named(pool, tmp_path):
+def test_a_deleted_folder_is_made_again(pool, tmp_path):
     pool.run(1, save_where_the_folder_is_deleted, tmp_path / "run")
+
+
+def export_weights_that_are_not_finite(folder: Path) -> None:
+    training = make_training(make_config(dp=2))
+    if dist.get_rank() == 1:
+        training.parameters["model.norm.weight"].data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match=r"not finite: no model is written\. Resume from"):
+        training.saver.export(folder)
+    assert not folder.exists()
+
+
+def test_a_model_whose_weights_are_not_finite_is_not_exported(pool, tmp_path):
+    pool.run(2, export_weights_that_are_not_finite, tmp_path / "hf")

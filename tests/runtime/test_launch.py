@@ -1,0 +1,143 @@
+"""How a process was started, and what it runs on."""
+
+import os
+import re
+import socket
+import subprocess
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.run import get_args_parser
+
+from picotron_min.runtime.launch import (
+    OTHER_LAUNCHERS,
+    Launch,
+    Terminal,
+    choose_backend,
+    choose_device,
+    compute_deterministically,
+    exit_on_usage_error,
+    open_process_group,
+    torchrun_launch,
+)
+
+ROOT = Path(__file__).parents[2]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.mark.quick
+def test_torchruns_variables_are_checked_and_other_launchers_told_of_it(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", *OTHER_LAUNCHERS):
+        monkeypatch.delenv(name, raising=False)
+    for variable, launcher in OTHER_LAUNCHERS.items():
+        monkeypatch.setenv(variable, "1")
+        assert torchrun_launch() is None
+        monkeypatch.setenv(variable, "2")
+        with pytest.raises(ValueError, match=rf"^{launcher} .* 2 times .*let it run  torchrun "):
+            torchrun_launch()
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"'LOCAL_RANK', .*: start with torchrun, or unset RANK"):
+        torchrun_launch()
+
+
+def test_the_script_for_slurm_starts_torchrun_as_it_wants_to_be_started():
+    script = ROOT / "docs/train.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    command = re.search(r"exec torchrun (.*?)' &", script.read_text(), re.DOTALL)[1]
+    values = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "MASTER_PORT": "29500"}
+    text = re.sub(r'"\$(\w+)"', lambda name: values.get(name[1], name[1]), command)
+    started = get_args_parser().parse_args(text.replace("\\\n", " ").split())  # torchrun's own
+    assert (started.nnodes, started.node_rank, started.master_port) == ("2", 1, 29500)
+    assert [started.training_script, *started.training_script_args] == [
+        "train.py", "--config", "CONFIG"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rank,reason", [(0, "EADDRINUSE"), (1, "timed out after 300ms")])
+def test_a_store_that_cannot_be_opened_is_one_line_with_exit_code_2(
+    rank, reason, monkeypatch, capfd
+):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        variables["MASTER_PORT"] = server.getsockname()[1] if rank == 0 else 9
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(SystemExit) as raised, exit_on_usage_error():
+            torchrun_launch().open_store(0.3)
+    message = capfd.readouterr().err.strip().splitlines()[-1]
+    assert raised.value.code == 2 and reason in message and "check MASTER_ADDR" in message
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_mistake_is_reported_by_the_first_rank_of_a_node(local_rank, monkeypatch, capfd):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    with pytest.raises(SystemExit) as raised, exit_on_usage_error():
+        raise OSError("there is no config.json")
+    assert raised.value.code == 2 and "no config.json" in capfd.readouterr().err
+    assert waits == [5 * local_rank], "in which the launcher ends those that found it, too"
+
+
+def gone() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+OUTPUTS = {"a reader that has gone": gone}
+OUTPUTS["a full disk"] = lambda: os.open("/dev/full", os.O_WRONLY)
+OUTPUTS["no letters"] = lambda: os.open(os.devnull, os.O_WRONLY)
+
+
+@pytest.mark.parametrize("where", OUTPUTS)
+def test_output_that_cannot_be_written_raises_nothing(where):
+    with open(OUTPUTS[where](), "w", encoding="ascii", closefd=False) as stream:
+        terminal = Terminal(stream)
+        for _ in range(9):
+            print("größe" * 1000, file=terminal, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # to be closed
+
+
+def test_a_backend_that_cannot_work_on_the_device_is_refused_with_the_remedy():
+    assert [choose_backend(device, "auto") for device in (CPU, GPU)] == ["gloo", "nccl"]
+    assert choose_backend(GPU, "gloo") == "gloo"
+    with pytest.raises(ValueError, match=r"backend=nccl does not work .* cpu: set it to auto or"):
+        choose_backend(CPU, "nccl")
+
+
+def test_processes_share_gpus_with_gloo_alone(monkeypatch):
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    launch = Launch(5, 3, 8, None)
+    assert choose_device(launch._replace(shares_gpus=True), use_cpu=False) == GPU
+    with pytest.raises(ValueError, match=r"process 3 .* there are 2; .*backend gloo, or"):
+        choose_device(launch, use_cpu=False)
+
+
+def test_nccl_is_not_connected_eagerly_and_ends_a_wait_after_the_timeout(monkeypatch):
+    """tests/extensions/test_nccl.py shows what eager connections would hold up."""
+    environ, seen = {}, {}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **more: seen.update(more | environ))
+    timeout = timedelta(seconds=7)
+    open_process_group(Launch(1, 1, 2, None), "nccl", dist.HashStore(), timeout)
+    assert "device_id" not in seen and seen["timeout"] == timeout
+    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert seen["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7"
+
+
+def test_a_deterministic_process_sets_what_cublas_reads(monkeypatch):
+    environ, fills = {}, SimpleNamespace(fill_uninitialized_memory=True)
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr(torch.utils, "deterministic", fills)
+    compute_deterministically()
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    assert environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and not fills.fill_uninitialized_memory
