@@ -125,12 +125,6 @@ def measured_once(measure: Callable, folder: Path, dtype: torch.dtype) -> float:
     return float(known)
 
 
-def numbers(records: list[dict]) -> list[tuple]:
-    """What must be equal in every run of a config."""
-    same = ("step", "loss", "grad_norm", "learning_rate", "tokens", "comm_bytes")
-    return [tuple(record[name] for name in same) for record in records]
-
-
 # What torchrun makes of --standalone: any free port.
 STANDALONE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
 

@@ -177,12 +177,11 @@ class RankMonitor:
             return "", self.rank
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         limit = f"{self.timeout.total_seconds():g} s (distributed.timeout_seconds)"
-        if not dead:
-            return f"timed out waiting for {ranks}: hanging, or busy for more than {limit}", silent[
-                0
-            ]
-        why = "killed, or hanging" if after[dead[0]] else f"not started within {limit}"
-        return f"lost {ranks}: {why}", dead[0]
+        if dead:
+            why = "killed, or hanging" if after[dead[0]] else f"not started within {limit}"
+            return f"lost {ranks}: {why}", dead[0]
+        why = f"hanging, or busy for more than {limit}"
+        return f"timed out waiting for {ranks}: {why}", silent[0]
 
 
 def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:

@@ -47,58 +47,65 @@ class Gpu:
 # Dense peaks in TFLOP/s: bfloat16 and float64 on matrix units with full accumulation, float32
 # without TF32, which torch leaves off, and 8 bits. 0: there is none, or too little to train with.
 PEAK_DTYPES = ("bfloat16", "float32", "float64", "float8")
-A100, HOPPER, NVL = (312, 19.5, 19.5), (989.4, 66.9, 66.9, 1979), (835.5, 60, 60, 1671)
-GRACE = (2500, 80, 40, 5000)
+_TABLE = r"""
+GPU         bf16  fp32  fp64  fp8  GB  hbm link watt shares torch's name of the device
+A100-80GB    312  19.5  19.5    0  80 2000  300  400 ampere A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe
+A100-40GB    312  19.5  19.5    0  40 1555  300  400 ampere A100-(SXM4?|PCIE)-40GB
+H100       989.4  66.9  66.9 1979  80 3350  450  700 h100   H100 80GB HBM3
+H100-500W  989.4  66.9  66.9 1979  96 2400  450  500 500w   -
+H100-PCIe    756  51.2  51.2 1513  80 2039   64  350 h100   H100 PCIe
+H100-NVL   835.5    60    60 1671  94 3938   64  400 h100   H100 NVL
+H200       989.4  66.9  66.9 1979 141 4800  450  700 h200   H200
+H200-NVL   835.5    60    60 1671 141 4800  450  600 h200   H200 NVL
+GH200      989.4  66.9  66.9 1979  96 4000  450  700 gh200  GH200 (480GB|96GB HBM3)
+B200        2250    75    37 4500 180 8000  900 1000 b200   B200
+GB200       2500    80    40 5000 186 8000  900 1200 b200   GB200
+GB300       2500    80    40 5000 279 8000  900 1400 gb300  GB300
+L4           121  30.3     0  242  24  300   32   72 ampere L4
+L40S         362  91.6     0  733  48  864   32  350 ampere L40S
+RTX-4090   165.2  82.6     0  330  24 1008   32  450 ampere GeForce RTX 4090
+RTX-3090      71  35.6     0    0  24  936   32  350 ampere GeForce RTX 3090
+MI300X    1307.4 163.4 163.4 2615 192 5300  448  750 h100   Instinct MI300X( OAM)?
+"""
+_ROWS = [line.split(maxsplit=10) for line in _TABLE.strip().splitlines()[1:]]
 # Shares of the peak: matmuls, fa2, cuDNN, matmuls in 8 bits. GPUs of one kind differ in their limit
 # of power. Only since Hopper is cuDNN's attention the faster one; GB300's exponentials are, too.
-AMPERE, H100, H200 = (0.82, 0.50, 0.50, 0.67), (0.70, 0.30, 0.47, 0.67), (0.74, 0.30, 0.47, 0.67)
-POWER_500W, GH200 = (0.60, 0.26, 0.41, 0.60), (0.55, 0.30, 0.47, 0.67)
-BLACKWELL, ULTRA = (0.75, 0.30, 0.43, 0.61), (0.75, 0.30, 0.70, 0.61)
-
-#  name          peaks        memory  hbm  nvlink  watts  shares   torch's name of the device
-_ROWS = [
-    ("A100-80GB", A100, 80, 2000, 300, 400, AMPERE, r"A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe"),
-    ("A100-40GB", A100, 40, 1555, 300, 400, AMPERE, r"A100-(SXM4?|PCIE)-40GB"),
-    ("H100", HOPPER, 80, 3350, 450, 700, H100, r"H100 80GB HBM3"),  # SXM, 700 W
-    ("H100-500W", HOPPER, 96, 2400, 450, 500, POWER_500W, ""),  # with HBM2e
-    ("H100-PCIe", (756, 51.2, 51.2, 1513), 80, 2039, 64, 350, H100, r"H100 PCIe"),
-    ("H100-NVL", NVL, 94, 3938, 64, 400, H100, r"H100 NVL"),
-    ("H200", HOPPER, 141, 4800, 450, 700, H200, r"H200"),
-    ("H200-NVL", NVL, 141, 4800, 450, 600, H200, r"H200 NVL"),
-    ("GH200", HOPPER, 96, 4000, 450, 700, GH200, r"GH200 (480GB|96GB HBM3)"),
-    ("B200", (2250, 75, 37, 4500), 180, 8000, 900, 1000, BLACKWELL, r"B200"),
-    ("GB200", GRACE, 186, 8000, 900, 1200, BLACKWELL, r"GB200"),
-    ("GB300", GRACE, 279, 8000, 900, 1400, ULTRA, r"GB300"),
-    ("L4", (121, 30.3, 0, 242), 24, 300, 32, 72, AMPERE, r"L4"),
-    ("L40S", (362, 91.6, 0, 733), 48, 864, 32, 350, AMPERE, r"L40S"),
-    ("RTX-4090", (165.2, 82.6, 0, 330), 24, 1008, 32, 450, AMPERE, r"GeForce RTX 4090"),
-    ("RTX-3090", (71, 35.6), 24, 936, 32, 350, AMPERE, r"GeForce RTX 3090"),
-    ("MI300X", (1307.4, 163.4, 163.4, 2615), 192, 5300, 448, 750, H100, r"Instinct MI300X( OAM)?"),
-]
+SHARES = {
+    "ampere": (0.82, 0.50, 0.50, 0.67),
+    "h100": (0.70, 0.30, 0.47, 0.67),
+    "h200": (0.74, 0.30, 0.47, 0.67),
+    "500w": (0.60, 0.26, 0.41, 0.60),
+    "gh200": (0.55, 0.30, 0.47, 0.67),
+    "b200": (0.75, 0.30, 0.43, 0.61),
+    "gb300": (0.75, 0.30, 0.70, 0.61),
+}
 BOTH = ("bfloat16", "float8")
 VALIDATED = dict.fromkeys(("H100", "H100-500W", "H200", "B200", "GB200", "GB300"), BOTH)
 VALIDATED |= dict.fromkeys(("A100-80GB", "A100-40GB", "GH200"), ("bfloat16",))
 NODES = {"GH200": 4, "GB200": 64, "GB300": 64}  # of the 72 GPUs that are connected, jobs take 64
 
-GPUS = {
-    name: Gpu(
+
+def _gpu(name: str, *columns: str) -> Gpu:
+    *numbers, shares, _ = columns
+    *peaks, memory, hbm, nvlink, watts = map(float, numbers)
+    return Gpu(
         name,
-        {dtype: 1e12 * peak for dtype, peak in zip(PEAK_DTYPES, peaks, strict=False) if peak},
-        *(1e9 * number for number in (memory, hbm, nvlink)),
-        *shares,
-        watts=watts,
+        {dtype: 1e12 * peak for dtype, peak in zip(PEAK_DTYPES, peaks, strict=True) if peak},
+        *(1e9 * memory, 1e9 * hbm, 1e9 * nvlink, *SHARES[shares]),
+        watts=int(watts),
         gpus_per_node=NODES.get(name, 8),
         validated=VALIDATED.get(name, ()),
     )
-    for name, peaks, memory, hbm, nvlink, watts, shares, _ in _ROWS
-}
+
+
+GPUS = {name: _gpu(name, *columns) for name, *columns in _ROWS}
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
     """The GPU that torch names so; None if it is not in the table."""
     for name, *_, pattern in _ROWS:
         # All of the name must match: a laptop's RTX 4090 or a slice of an H100 (MIG) is another.
-        if pattern and re.fullmatch(rf"(NVIDIA|AMD) ({pattern})", device_name):
+        if re.fullmatch(rf"(NVIDIA|AMD) ({pattern})", device_name):
             return GPUS[name]
     return None
 

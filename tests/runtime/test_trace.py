@@ -35,10 +35,7 @@ class FakeGpu:
 
 def test_a_traced_step_does_not_wait_for_messages(tmp_path):
     gpu = FakeGpu()
-    with (
-        mock.patch("torch.cuda.synchronize", gpu.synchronize),
-        mock.patch("torch.cuda.Event", gpu.Event),
-    ):
+    with mock.patch.multiple("torch.cuda", synchronize=gpu.synchronize, Event=gpu.Event):
         trace = Trace(range(2, 3), None, torch.device("cuda"), "1f1b")
         watch = trace.watch(2)
         gpu.has_messages = True  # from the first action on to the end of the step
@@ -74,12 +71,9 @@ def test_on_a_cpu_actions_are_timed_by_the_host(tmp_path):
     for action in (Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)):
         with watch(action):
             time.sleep(0.02)
-    elapsed = time.time() - began
     forward, backward = gathered(trace, tmp_path / "trace.json")
     assert (forward["name"], backward["name"]) == ("F0", "B0")
     assert forward["args"] == {"step": 1, "micro_batch": 0, "chunk": 0}
-    assert 20_000 <= forward["dur"] <= elapsed * 1e6
-    assert forward["ts"] + forward["dur"] <= backward["ts"] + 1
+    assert forward["dur"] >= 20_000 and forward["ts"] + forward["dur"] <= backward["ts"] + 1
     assert abs(forward["ts"] - began * 1e6) < 50_000
-    engine, step, timeline, _ = read_trace(tmp_path / "trace.json")
-    assert (engine, step, len(timeline.spans)) == ("afab", 1, 2)
+    assert read_trace(tmp_path / "trace.json")[:2] == ("afab", 1)
