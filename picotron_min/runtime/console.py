@@ -120,8 +120,6 @@ class Console:
         # A beginning that fits the text: Python code, or anything else.
         prompt = "def " if dataset == "stdlib" or dataset.endswith(".py") else "The "
         self._print(USAGE.format(folder=folder, prompt=prompt))
-        if self._steps and "mtp_1_loss" in self._steps[-1].measures:
-            self._print(DRAFTING)
         return results
 
 
@@ -148,10 +146,3 @@ Use the model:
   write = pipeline("text-generation", model="{folder}")
   text = write({prompt!r}, max_new_tokens=100, do_sample=True)
   print(text[0]["generated_text"])"""
-
-DRAFTING = """\
-Its prediction layers write drafts, which make the same text in fewer steps:
-  L = write.model.config.num_hidden_layers
-  further = range(L, L + write.model.config.num_mtp_layers)
-  write.model._keys_to_ignore_on_load_unexpected = [rf"layers\\.{i}\\." for i in further]
-  text = write("def ", max_new_tokens=100, use_mtp=True)"""

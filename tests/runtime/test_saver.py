@@ -1,7 +1,6 @@
 """The thread that writes checkpoints, and waits that may be longer than the timeout."""
 
 import math
-import shutil
 import threading
 import time
 from datetime import timedelta
@@ -15,7 +14,7 @@ from torch.distributed import distributed_c10d
 from picotron_min import checkpoint
 from picotron_min.mesh import Axes
 from picotron_min.runtime import saver
-from tests.core.test_checkpoint import State, make_config, make_training, names
+from tests.core.test_checkpoint import State, make_config, make_training
 
 
 def current_devices_of_writers(folder: Path) -> list[int]:
@@ -66,18 +65,6 @@ def load_with_a_slow_rank(folder: Path) -> None:
 
 def test_loading_may_take_longer_than_the_timeout(pool, tmp_path):
     pool.run(2, load_with_a_slow_rank, tmp_path)
-
-
-def save_where_the_folder_is_deleted(folder: Path) -> None:
-    training = make_training(make_config())
-    training.save(folder, 1)
-    shutil.rmtree(folder)
-    training.save(folder, 2)
-    assert names(folder) == ["step-00000002"]
-
-
-def test_a_deleted_folder_is_made_again(pool, tmp_path):
-    pool.run(1, save_where_the_folder_is_deleted, tmp_path / "run")
 
 
 def export_weights_that_are_not_finite(folder: Path) -> None:

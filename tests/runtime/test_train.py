@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,8 @@ def test_a_pipeline_leaves_a_trace_and_what_every_rank_sent(workplace, capsys):
     events = json.loads(trace.read_text())["traceEvents"]
     assert len(events) == 3 * 2 * 2 * 3  # steps, ranks, directions, micro-batches
     assert {event["args"]["step"] for event in events} == {2, 3, 4}
+    times = {event["ts"] + event["dur"] for event in events if event["dur"] > 0}
+    assert len(times) == len(events) and max(times) < time.time() * 1e6 < min(times) + 60e6
     draw.main(["--trace", str(trace)])
     assert "rank 1" in capsys.readouterr().out
     run = read_run(workplace.folder / "runs/traced")
