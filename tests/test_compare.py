@@ -19,7 +19,6 @@ from benchmarks.rows import Row
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
-from tests.growth import Curve, draw, table
 
 TINY = {
     "model": {"name": "tiny", "hidden_size": 32, "num_hidden_layers": 4},
@@ -118,16 +117,6 @@ def test_an_unknown_row_is_reported(capsys):
     with pytest.raises(SystemExit):
         compare.main(["--rows", "dp2", "tp3"])
     assert "no row tp3: choose of one-process, dp2" in capsys.readouterr().err
-
-
-def test_an_exponent_that_is_too_large_is_a_fault():
-    x = [1, 10, 100, 1000]
-    y = [100 + v for v in x], [v**1.5 for v in x]
-    fine, fault = (Curve("layers", "step, s", x, values, formula=x) for values in y)
-    assert fault.exponents() == pytest.approx((1, 1.5))
-    *_, first, second = table([fine, fault]).splitlines()
-    assert "FAULT" not in first and second.split()[-3:] == ["1.00", "1.50", "FAULT"]
-    assert draw([fine, fault]).count("<polyline") == 2
 
 
 def memory_of_one(measure, row: Row, who: str, work: dict) -> float:

@@ -5,7 +5,7 @@
 
 2.4 is about the 0.9 (n + 1)-th of n published runs by |log error| / sigma, as in conformal
 prediction: 2.3 with constants that were fitted without the run's shape, 2.5 without its source,
-and 2.1 with the committed ones (tests/planner/refit.py computes them).
+and 2.1 with the committed ones (docs/planner.md).
 """
 
 import math

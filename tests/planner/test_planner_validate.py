@@ -90,7 +90,7 @@ def test_the_report_has_every_row_and_what_they_come_to(runs):
 
 
 def test_intervals_hold_nine_of_ten_runs(runs, others):
-    """In each class, too; on constants refitted without a run's shape, tests/planner/refit.py."""
+    """In each class, too."""
     counted = [run for run in runs if run.use == "counted"] + others
     kinds = {run.kind for run in counted}
     assert kinds == set(validate.COLOURS) and 0.90 < mean(run.is_within for run in counted) < 0.98
