@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routing, Workload
-from picotron_min.planner.config_files import attended_length
 from picotron_min.planner.describe import ASSUMED_GPU, describe
 from picotron_min.runtime.config import AXES, KEY, KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
@@ -57,9 +56,8 @@ def create(arguments: list[str] | None) -> None:
     unknown = [word for word in words if word.startswith("-")] or words  # not also their values
     raw = read_json(flags.check) if flags.check else to_config(flags)
     config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
-    attended = flags.documents and attended_length(flags.documents, config)
     if flags.check:
-        return describe(config, flags.gpu, attended)
+        return describe(config, flags.gpu)
     path = Path(flags.out_dir, flags.exp_name, "config.json")
     if not path.resolve().is_relative_to(Path(flags.out_dir).resolve()):
         raise ConfigError(f"--exp_name {flags.exp_name} is outside --out_dir: name a folder in it")
@@ -73,7 +71,7 @@ def create(arguments: list[str] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
-    describe(config, flags.gpu, attended)
+    describe(config, flags.gpu)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
 
 
@@ -92,7 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", type=Path, metavar="FILE", default=None, help="check this file")
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
-    parser.add_argument("--documents", type=Path, metavar="FILE", default=None, help="see planner")
     meanings = meanings_of_keys()
     for where, schema in KEYS.items():
         names = [ALIASES.get(where), where.split(".")[1]]

@@ -1,17 +1,17 @@
-"""`python -m picotron_min.planner`: which layouts of a model on these GPUs fit, and how fast.
+"""`python -m picotron_min.planner COMMAND`: which layouts of a model on these GPUs fit, how fast.
 
---model Llama-3.1-8B --gpu H100 --gpus 64 --seq_length 8192 --global_batch 512
+search --model Llama-3.1-8B --gpu H100 --gpus 64 --seq_length 8192 --global_batch 512
                                       the best layouts; --write FILE makes the first a config
---config FILE --gpu H100              what is predicted for a config, without a search
---config FILE --metrics FILE          predicted beside measured
---calibrate CONFIG METRICS ...        what your machine reaches, from runs on it
---validate tests/published_runs*.csv  the time model beside published runs
+config FILE --gpu H100                what is predicted for a config, without a search
+config FILE --metrics FILE            predicted beside measured
+calibrate CONFIG METRICS ...          what your machine reaches, from runs on it
+validate tests/published_runs*.csv    the time model beside published runs
 """
 
-import argparse
 import json
 import math
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,14 @@ from picotron_min.planner import calibrate, config_files, show, validate
 from picotron_min.planner.choices import CHOICES
 from picotron_min.planner.search import nothing_fits, search
 from picotron_min.runtime.hardware import GPUS
-from picotron_min.runtime.json_file import read_json, write_json
+from picotron_min.runtime.json_file import write_json
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 the user's mistakes, or nothing fits."""
-    parser = build_parser()
+    flags = build_parser().parse_args(arguments)
     try:
-        run(parser, parser.parse_args(arguments))
+        flags.run(flags)
         return 0
     except OSError as error:
         where = f"{error.filename}: {error.strerror}: name another file"
@@ -38,82 +38,84 @@ def main(arguments: list[str] | None = None) -> int:
     return 2
 
 
-def build_parser() -> argparse.ArgumentParser:
-    positive = above_zero(int)
-    batch = above_zero(int, 2**20, ": it counts sequences, not tokens")
-    share = above_zero(float, 1, ": it is a share, such as 0.92")
-    parser = argparse.ArgumentParser(
-        prog="python -m picotron_min.planner",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--model", metavar="NAME", help="a preset, or a folder in Hugging Face form")
-    add("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu; default: H100")
-    add("--gpus", type=above_zero(int, 2**20), metavar="N", help="how many")
-    add("--seq_length", type=positive, metavar="N", help="tokens")
-    add("--global_batch", type=batch, metavar="N", help="sequences a step")
+def build_parser() -> ArgumentParser:
+    """Each command has only the flags that it reads."""
+    layout = {"description": __doc__, "formatter_class": RawDescriptionHelpFormatter}
+    parser = ArgumentParser(prog="python -m picotron_min.planner", **layout)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable, *flags: Callable) -> Callable:
+        add = commands.add_parser(name, allow_abbrev=False, help=run.__doc__).add_argument
+        for add_flags in flags:
+            add_flags(add)
+        commands.choices[name].set_defaults(run=run)
+        return add
+
+    command("search", run_search, add_search, add_machine, add_prediction)
+    add = command("config", run_config, add_machine, add_prediction)
+    add("file", type=Path, metavar="FILE")
+    add("--metrics", type=Path, metavar="FILE", help="and show what its run measured")
+    add = command("calibrate", run_calibration, add_machine)
+    add("files", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
+    add("--hardware", type=Path, default=HARDWARE, metavar="FILE", help="default: %(default)s")
+    add = command("validate", run_validation)
+    add("files", type=Path, nargs="+", metavar="FILE", help="tables of runs")
+    return parser
+
+
+def add_search(add: Callable) -> None:
+    positive, few = above_zero(int), above_zero(int, 2**20)
+    add("--model", required=True, help="a preset, or a folder in Hugging Face form")
+    add("--gpus", type=few, required=True, metavar="N", help="how many")
+    add("--seq_length", type=positive, required=True, metavar="N", help="tokens")
+    add("--global_batch", type=few, required=True, metavar="N", help="sequences, not tokens")
     add("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on GPUs")
     add("--precision", choices=["bf16", "fp8"], default="bf16", help="of the layers' linears")
     add("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
     add("--compile", action="store_true", help="with model.compile")
-    add("--gpus_per_node", type=positive, metavar="N", help="default: 8 of most GPUs")
-    add("--network", type=above_zero(float), metavar="GBIT", help="a second and GPU; default: 400")
-    add("--cores", type=positive, metavar="N", help="of a CPU, which its ranks share")
-    add("--fill", type=share, default=0.92, help="share of the memory that may be planned")
     add("--max_tp", type=positive, metavar="N", help="default: GPUs of a node, at most 8")
     add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
-    add("--documents", type=Path, metavar="FILE", help="documents.bin, if attention is inside them")
     add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
-    default, found = Path("hardware.json"), "from --calibrate: %(default)s"
-    add("--hardware", type=Path, default=default, metavar="FILE", help=found)
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
-    add("--config", type=Path, metavar="FILE", help="predict this one")
-    add("--metrics", type=Path, metavar="FILE", help="and show what its run measured")
-    add("--calibrate", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
-    add("--validate", type=Path, nargs="+", metavar="FILE", help="published runs")
-    add("--picture", type=Path, metavar="FILE", help="and draw them, as SVG")
-    add("--system", type=Path, metavar="FILE", help="properties of another code base, as JSON")
+
+
+def add_machine(add: Callable) -> None:
+    add("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu; default: H100")
+    add("--gpus_per_node", type=above_zero(int), metavar="N", help="default: 8 of most GPUs")
+    add("--network", type=above_zero(float), metavar="GBIT", help="a second and GPU; default: 400")
+    add("--cores", type=above_zero(int), metavar="N", help="of a CPU, which its ranks share")
+
+
+def add_prediction(add: Callable) -> None:
+    add("--fill", type=above_zero(float, 1), default=0.92, help="share of memory to plan with")
+    add("--hardware", type=written, default=HARDWARE, metavar="FILE", help="from calibrate")
     add("--json", action="store_true", help="print numbers, not text")
-    return parser
 
 
-def above_zero(kind: type, most: float = math.inf, why: str = "") -> Callable[[str], float]:
+HARDWARE = Path("hardware.json")
+
+
+def written(text: str) -> Path:
+    if not (path := Path(text)).is_file():
+        raise ArgumentTypeError(f"{text} is no file: write it with calibrate, or leave it out")
+    return path
+
+
+def above_zero(kind: type, most: float = math.inf) -> Callable[[str], float]:
     """A reader of numbers above 0 and to `most`, for argparse."""
 
     def read(text: str) -> float:
         if not 0 < (value := kind(text)) < math.inf or value > most:  # argparse adds the text
-            limit = f" and at most {most}{why}" * (most < math.inf)
-            raise argparse.ArgumentTypeError(f"{text} is not above 0{limit}")
+            limit = f" and at most {most}" * (most < math.inf)
+            raise ArgumentTypeError(f"{text} is not above 0{limit}")
         return value
 
     read.__name__ = kind.__name__  # in argparse's message for what is no number
     return read
 
 
-def run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    given = {name for name, value in vars(flags).items() if value != parser.get_default(name)}
-    kind = next((kind for kind in COMMANDS if getattr(flags, kind)), None)
-    command, reads = COMMANDS.get(kind, (run_search, given - {"metrics", "picture"}))
-    if unused := given - {kind} - reads:
-        names = ", ".join(f"--{name}" for name in sorted(unused))
-        where = f"with --{kind}" if kind else "without --config"
-        raise ValueError(f"{names}: not used {where}; leave it out")
-    if "hardware" in given and kind != "calibrate" and not flags.hardware.is_file():
-        why = f"--hardware {flags.hardware} is no file"
-        raise ValueError(f"{why}: write it with --calibrate, or leave it out")
-    command(flags)
-
-
-def run_validation(flags: argparse.Namespace) -> None:
-    runs = [run for path in flags.validate for run in validate.read_runs(path)]
-    if flags.picture:
-        flags.picture.write_text(validate.draw(runs), encoding="utf-8")
-    print(validate.report(runs))
-
-
-def run_search(flags: argparse.Namespace) -> None:
+def run_search(flags: Namespace) -> None:
+    """the best layouts of a model"""
     request = config_files.asked_by(flags)
     found = search(request, flags.top)
     if not found:
@@ -129,8 +131,9 @@ def run_search(flags: argparse.Namespace) -> None:
         print(f"\nwrote {flags.write}: yours to add are {left}", file=sys.stderr)
 
 
-def run_config(flags: argparse.Namespace) -> None:
-    request, candidate = config_files.of_config(flags, flags.config)
+def run_config(flags: Namespace) -> None:
+    """what is predicted for a config"""
+    request, candidate = config_files.of_config(flags, flags.file, fill=flags.fill)
     measured = flags.metrics and calibrate.read_metrics(flags.metrics, request, candidate)
     if flags.json:
         real = {"measured": measured and measured.model_dump(exclude={"step"})}
@@ -141,18 +144,17 @@ def run_config(flags: argparse.Namespace) -> None:
     print("\n\n".join(blocks))
 
 
-def run_calibration(flags: argparse.Namespace) -> None:
-    files = flags.calibrate
+def run_calibration(flags: Namespace) -> None:
+    """what a machine reaches, from runs on it"""
+    files = flags.files
     if len(files) % 2:
-        raise ValueError(f"--calibrate has {len(files)} files: give pairs, CONFIG METRICS ...")
+        raise ValueError(f"calibrate has {len(files)} files: give pairs, CONFIG METRICS ...")
     runs = []
     for config, metrics in zip(files[::2], files[1::2], strict=True):
         request, candidate = config_files.of_config(flags, config)
         measured = calibrate.read_metrics(metrics, request, candidate)
         setting = request.setting(candidate.layout, candidate.workload)
         runs.append(calibrate.Observation(setting, measured.step_seconds))
-    seen = calibrate.properties(runs) if flags.system else {}
-    runs = [run.having(**seen) for run in runs]
     found = calibrate.calibrate(runs)
     gpu = replace(runs[0].setting.gpu, **found)
     for name in calibrate.CALIBRATED:
@@ -164,19 +166,12 @@ def run_calibration(flags: argparse.Namespace) -> None:
     reached = {gpu.name: {name: getattr(gpu, name) for name in calibrate.CALIBRATED}}
     write_json(flags.hardware, calibrate.read_found(flags.hardware) | reached)
     print(f"wrote {flags.hardware}")
-    if flags.system:  # else it is this project, and a config tells its properties
-        unseen = ", ".join(name for name in calibrate.VISIBLE if name not in seen)
-        write_json(flags.system, read_json(flags.system) | seen)
-        print(f"wrote {flags.system}: {seen or 'nothing new'}; these runs do not show {unseen}")
 
 
-# Commands by the flag that asks for each, with what else they read; without one it is a search.
-OF_MACHINE = {"system", "gpu", "gpus_per_node", "network", "cores", "hardware", "documents"}
-COMMANDS = {
-    "validate": (run_validation, {"picture"}),
-    "calibrate": (run_calibration, OF_MACHINE),
-    "config": (run_config, OF_MACHINE | {"fill", "metrics", "json"}),
-}
+def run_validation(flags: Namespace) -> None:
+    """the time model beside published runs"""
+    print(validate.report([run for path in flags.files for run in validate.read_runs(path)]))
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,6 @@
     one                                 f, the share of the peak in matmuls (of runs in FP8: f8)
     two with different sequences        f and a, the share in attention
     more, some with tp, cp or dp        also the share of the links' speed, and a message's latency
-    more than these unknowns            also properties of another code base: see `properties`
 
 The unknowns are those that make predicted steps most like the measured ones: the sum of squared
 logarithms of their ratios is least.
@@ -26,7 +25,6 @@ from picotron_min.planner.choices import Candidate, Request
 from picotron_min.planner.step_time import predict
 from picotron_min.planner.system import Setting
 from picotron_min.planner.traffic import planned_traffic
-from picotron_min.planner.uncertainty import OF_A_RUN
 from picotron_min.runtime.metrics import RUN_LOG
 
 WARM_UP = 5  # steps that are slower than those to come
@@ -78,21 +76,11 @@ def _records(path: Path, kind: type[BaseModel]) -> Iterator:
 
 LIMITS = (1e-3, 1e3)  # times its first value: how far an unknown may be
 FINEST = 1 + 1e-7  # factor by which an unknown is changed at last
-# Properties of System that times can show, given enough layouts. Not visible: how many messages and
-# bytes, which look like slower links; kernels, whose shares are unknowns; what a config states.
-VISIBLE = {"is_fused": (True, False), "hides_tp": (True, False), "overlap": ("none", "tp", "ep")}
-VISIBLE |= {"hides_dp": (True, False), "hides_gathers": (False, True)}
-VISIBLE |= {"reduces": ("micro-batch", "step")}
 
 
 class Observation(NamedTuple):
     setting: Setting
     seconds: float  # of a measured step
-
-    def having(self, **properties: object) -> "Observation":
-        """The same run, if its code base had these properties."""
-        system = replace(self.setting.system, **properties)
-        return self._replace(setting=replace(self.setting, system=system))
 
 
 def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
@@ -113,23 +101,6 @@ def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
         if not improved:
             factor = math.sqrt(factor)
     return values
-
-
-def properties(runs: Sequence[Observation]) -> dict[str, object]:
-    """Properties of a code base whose other value makes the errors of the best fit half as large.
-
-    Empty where the fit is already as good as a prediction can be, or has a number for each run.
-    """
-    found, best = {}, loss(runs, calibrate(runs))
-    if len(runs) == len(unknowns(runs)):
-        return found
-    for name, value in ((name, value) for name, values in VISIBLE.items() for value in values):
-        if best <= len(runs) * OF_A_RUN**2:
-            break
-        tried = [run.having(**{name: value}) for run in runs]
-        if (now := loss(tried, calibrate(tried))) < best / 4:  # of squares
-            runs, best, found[name] = tried, now, value
-    return found
 
 
 def unknowns(runs: Sequence[Observation]) -> list[str]:
@@ -163,5 +134,5 @@ def read_found(hardware: Path) -> dict[str, dict[str, float]]:
     try:
         return Found.validate_json(hardware.read_bytes()) if hardware.exists() else {}
     except ValidationError:
-        why = f"{hardware} is not what --calibrate writes"
+        why = f"{hardware} is not what calibrate writes"
         raise ValueError(f"{why}: delete it, calibrate again") from None

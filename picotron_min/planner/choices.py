@@ -19,7 +19,7 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.memory import RankMemory, gb, memory_per_rank
 from picotron_min.planner.step_time import Prediction, predict
-from picotron_min.planner.system import Setting, System, our_system
+from picotron_min.planner.system import Setting, our_system
 from picotron_min.runtime.config import KEY, KEYS, Config, Distributed, Model, Training
 from picotron_min.runtime.config_checks import layout_problems, model_problems
 from picotron_min.runtime.hardware import Gpu
@@ -45,8 +45,6 @@ class Request:
     fill: float = 0.92  # share of the memory that may be planned
     max_tp: int = 8
     fixed: Mapping[str, object] = field(default_factory=dict)  # some of CHOICES
-    system: System | None = None  # of another code base; None: this project
-    attended: float | None = None  # its mean over a token file: see attended_length
 
     @property
     def device(self) -> str:
@@ -65,9 +63,8 @@ class Request:
         return f"{gb(self.budget)} ({made})"
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
-        ours = our_system(self.model_config, workload, self.device)
-        system = replace(self.system, precision=ours.precision) if self.system else ours
-        return Setting(self.model_config, self.gpu, layout, workload, system, self.attended)
+        system = our_system(self.model_config, workload, self.device)
+        return Setting(self.model_config, self.gpu, layout, workload, system)
 
     def memory(self, layout: Layout, workload: Workload) -> RankMemory:
         return memory_per_rank(self.model_config, layout, workload, self.device)

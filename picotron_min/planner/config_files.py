@@ -4,18 +4,15 @@ import argparse
 import json
 import os
 import sys
-from array import array
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from picotron_min.planner.calibrate import read_found
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.planner.system import System
 from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -29,31 +26,29 @@ MOST_TP = 8  # by default, also where more GPUs are in a node
 
 
 def asked_by(flags: argparse.Namespace) -> Request:
-    """What the flags ask for; ValueError for what is missing or does not fit."""
-    needed = ("model", "gpus", "seq_length", "global_batch")
-    if missing := [f"--{name}" for name in needed if getattr(flags, name) is None]:
-        raise ValueError(f"{' '.join(missing)} missing: see --help")
+    """What the flags ask for; ValueError for what does not fit."""
     gpu = gpu_of(flags, flags.gpu or "H100", flags.gpus)
     dtype = flags.dtype or ("float32" if gpu.name == "cpu" else "bfloat16")
     asked = {"model": {"name": flags.model, "dtype": dtype, "compile": flags.compile}}
     asked["model"]["fp8"] = flags.precision == "fp8"
-    asked["dataset"] = {"document_mask": bool(flags.documents)}
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     config = parse_config(asked)
-    options = {"max_tp": flags.max_tp or min(MOST_TP, gpu.gpus_per_node)}
+    options = {"fill": flags.fill, "max_tp": flags.max_tp or min(MOST_TP, gpu.gpus_per_node)}
     options |= {"gpus": flags.gpus, "global_batch": flags.global_batch}
     options |= {"fixed": fixed_choices(flags.fix)}
-    return request_of(config, gpu, **options_of(flags, config), **options)
+    return request_of(config, gpu, **options)
 
 
-def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate]:
+def of_config(
+    flags: argparse.Namespace, path: Path, **options: object
+) -> tuple[Request, Candidate]:
     """A config file as it is, with what is predicted for it."""
     config = parse_config(read_json(path))
     name = flags.gpu or ("cpu" if config.distributed.use_cpu else "H100")
     if config.distributed.use_cpu and name != "cpu":
         raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
     gpu = gpu_of(flags, name, config.world_size)
-    return predicted(config, gpu, **options_of(flags, config))
+    return predicted(config, gpu, **options)
 
 
 def predicted(config: Config, gpu: Gpu, **options) -> tuple[Request, Candidate]:
@@ -79,7 +74,7 @@ def request_of(config: Config, gpu: Gpu, **options) -> Request:
 
 
 def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
-    """The device of a name, with what flags and --calibrate state; ValueError if it has no such."""
+    """The device of a name, as flags and calibrate change it; ValueError for a flag of another."""
     if name != "cpu" and name not in GPUS:
         raise ValueError(f"--gpu {name} is not known: use {', '.join(GPUS)}, or cpu")
     unused = ("network", "gpus_per_node") if name == "cpu" else ("cores",)
@@ -90,8 +85,8 @@ def gpu_of(flags: argparse.Namespace, name: str, ranks: int) -> Gpu:
     network = 1e9 / 8 * flags.network if flags.network else gpu.network
     gpu = replace(gpu, gpus_per_node=flags.gpus_per_node or gpu.gpus_per_node, network=network)
     found = read_found(flags.hardware).get(name)
-    if found and not flags.calibrate:
-        print(f"{flags.hardware} is used: what --calibrate found of {name}", file=sys.stderr)
+    if found:
+        print(f"{flags.hardware} is used: what calibrate found of {name}", file=sys.stderr)
     return replace(gpu, **found, is_calibrated=True) if found else gpu
 
 
@@ -109,46 +104,6 @@ def cpu(cores: int, ranks: int) -> Gpu:
     speeds = CPU_MEMORY_SPEED / ranks, CPU_LINK / ranks
     shares = {"gpus_per_node": max(64, ranks), "core_share": share}
     return Gpu("cpu", peaks, memory, *speeds, 0.8, 0.4, **shares)
-
-
-def options_of(flags: argparse.Namespace, config: Config) -> dict[str, object]:
-    """Options of a Request that do not depend on whether it is a search or a config."""
-    system = read_system(flags.system) if flags.system else None
-    attended = flags.documents and attended_length(flags.documents, config)
-    return {"fill": flags.fill, "attended": attended, "system": system}
-
-
-def read_system(path: Path) -> System:
-    """The properties of a code base, by the fields of System; ValueError if there is another."""
-    raw, known = read_json(path), System.__dataclass_fields__
-    if not raw.keys() <= known.keys():
-        why = f"{path} has other keys than {', '.join(known)}"
-        raise ValueError(f"{why}: see picotron_min/planner/system.py")
-    try:
-        return TypeAdapter(System).validate_python(raw)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {mistake(error.errors()[0])}") from None
-
-
-def attended_length(path: Path, config: Config) -> float:
-    """The length of rows whose attention costs as much as the documents of a token file.
-
-    The mean of (document's length)^2 over tokens, as rows cut documents: anywhere, or packed only
-    long ones. `path` is documents.bin, where each document ends in the stream, or its folder.
-    ValueError if it is damaged, or if the config lets attention reach across documents.
-    """
-    if not config.dataset.document_mask:
-        raise ValueError(f"--documents {path}: not used without dataset.document_mask")
-    path = path / "documents.bin" if path.is_dir() else path
-    ends, data = array("q"), path.read_bytes()
-    if data and len(data) % ends.itemsize == 0:
-        ends.frombytes(data)
-    if not ends or ends[0] < 1 or any(a >= b for a, b in pairwise(ends)):
-        raise ValueError(f"{path} is no documents.bin: name one in a folder of dataset.cache_dir")
-    is_packed, S = config.dataset.packing == "bfd", config.training.seq_length
-    texts = pairwise([0, *ends]) if is_packed else [(0, ends[-1])]  # that are cut into rows
-    cuts = sorted({*ends, *(cut for text in texts for cut in range(*text, S))})
-    return sum((b - a) ** 2 for a, b in pairwise(cuts)) / ends[-1]
 
 
 def fixed_choices(text: str) -> dict[str, object]:

@@ -1,12 +1,10 @@
 """What a config means, as create_config.py prints it: ranks, batch, memory, a predicted step."""
 
 import shlex
-from dataclasses import replace
 from itertools import islice, product
 
-from picotron_min.costs import layer_flops, model_flops_per_token, parameter_count
+from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.memory import gb, memory_per_rank
 from picotron_min.planner.show import OTHERS_RUNS, about_documents, measures
@@ -17,14 +15,10 @@ from picotron_min.runtime.public_models import tokenizer_of
 from picotron_min.runtime.wording import counted
 
 ASSUMED_GPU = "H100"  # this machine need not have any
-HOST_LINK = 50e9  # bytes/s one way over PCIe 5; 25e9 over PCIe 4, of an A100
 
 
-def describe(config: Config, gpu_name: str | None, attended: float | None) -> None:
-    """Print what the config means, and the predicted step if the run is on GPUs.
-
-    `attended`: see `attended_length`.
-    """
+def describe(config: Config, gpu_name: str | None) -> None:
+    """Print what the config means, and the predicted step if the run is on GPUs."""
     gpu = GPUS[gpu_name or ASSUMED_GPU]
     t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
@@ -49,9 +43,7 @@ def describe(config: Config, gpu_name: str | None, attended: float | None) -> No
     if config.distributed.use_cpu and config.model.offload:
         print("offload          saves nothing on a CPU: the copies are in the same memory")
     if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
-        if config.model.offload:
-            print_offload(config, model_config, gpu)
-        print_prediction(config, gpu, attended)
+        print_prediction(config, gpu)
         if not gpu_name:
             print(f"  {ASSUMED_GPU} is assumed: name another with --gpu, or add --use_cpu")
 
@@ -104,24 +96,8 @@ def print_memory(config: Config, model_config: ModelConfig) -> None:
         print(f"  {sent[sharding]} sent for each micro-batch: {batches} times a step")
 
 
-def print_offload(config: Config, c: ModelConfig, gpu: Gpu) -> None:
-    """What offload saves, and whether its copies are hidden."""
-    m, t, layout, work = config.model, config.training, config.layout, config.workload
-    most, least = (memory_per_rank(c, layout, replace(work, offload=n)) for n in (0, m.offload))
-    tokens = t.micro_batch_size * t.seq_length // layout.cp
-    fp8 = work.in_fp8(0, c.num_hidden_layers)
-    saved = tokens * saved_per_token(c, m.dtype, m.recompute, layout, 0, fp8)
-    flops = tokens * sum(layer_flops(c, t.seq_length, 0).values()) / layout.tp
-    copy, forward = saved / HOST_LINK, flops / (gpu.matmul_share * gpu.peaks[m.dtype])
-    fewer = f"{(most.activations - least.activations) / 1e9:.3f} GB fewer activations"
-    print(f"offload          {fewer} on the GPU")
-    times = f"{1e3 * copy:.3g} ms at {HOST_LINK / 1e9:.0f} GB/s, forward {1e3 * forward:.3g} ms"
-    verdict = "hidden" if copy <= forward else f"waits {1e3 * (copy - forward):.3g} ms"
-    print(f"  of a layer {saved / 1e6:.1f} MB, which take {times}: {verdict}")
-
-
-def print_prediction(config: Config, gpu: Gpu, attended: float | None) -> None:
-    request, candidate = predicted(config, gpu, attended=attended)
+def print_prediction(config: Config, gpu: Gpu) -> None:
+    request, candidate = predicted(config, gpu)
     on = f"{gpu.name}{'' if gpu.validated else ', which is not validated'}"
     if (needed := candidate.memory.total) > request.budget:
         print(f"does not fit     {gb(needed)} of {request.budget_text}, on {on}")
@@ -144,8 +120,8 @@ def planner_command(config: Config, gpu: Gpu) -> str:
     """The same run, whose layout is to be planned."""
     m, t = config.model, config.training
     if m.overrides:  # which the planner cannot be told
-        return "python -m picotron_min.planner --help"
-    words = ["python", "-m", "picotron_min.planner", "--model", m.name, "--gpu", gpu.name]
+        return "python -m picotron_min.planner search --help"
+    words = ["python", "-m", "picotron_min.planner", "search", "--model", m.name, "--gpu", gpu.name]
     words += ["--gpus", config.world_size, "--seq_length", t.seq_length]
     words += ["--global_batch", config.global_batch, "--dtype", m.dtype, "--optimizer", t.optimizer]
     words += ["--precision", "fp8"] * m.fp8 + ["--compile"] * m.compile

@@ -72,7 +72,6 @@ class LayerTimes:
     def __init__(self, setting: Setting) -> None:
         self.config, self.gpu, self.layout = setting.model_config, setting.gpu, setting.layout
         self.work, self.system = setting.workload, setting.system
-        self.attended = setting.attended or self.work.seq_length  # S of attention
         self.tokens = self.work.micro_batch_size * self.work.seq_length / self.layout.cp  # N
         self.width = BYTES[self.work.dtype]  # w
         self.peak = self.gpu.peaks[self.work.dtype]
@@ -119,12 +118,12 @@ class LayerTimes:
         return times | (self._experts() if has_experts else {})
 
     def _experts(self) -> dict[str, float]:
-        """Of a mixture: the fullest rank has `imbalance` times the mean of the rows."""
+        """Of a mixture."""
         c, layout = self.config, self.layout
         E, F, X = c.hidden_size, c.moe_intermediate_size / layout.etp, c.num_local_experts
         own = self.tokens / layout.tp  # tokens that a rank brings
         here = X // layout.ep  # experts; each has its share of the rows that come from all ranks
-        rows = self.system.imbalance * own * c.num_experts_per_tok * layout.etp / here
+        rows = own * c.num_experts_per_tok * layout.etp / here
         each = here * (GROUPED if self.system.expert_kernels == "grouped" else 1.0)
         narrow = self.narrow * self.system.experts_in_8_bits
         times = {  # the router in TF32, or in the compute dtype
@@ -139,7 +138,7 @@ class LayerTimes:
 
     def _attention(self) -> tuple[float, float]:
         """Forward and backward of attention itself."""
-        D, S = self.config.head_dim, self.attended
+        D, S = self.config.head_dim, self.work.seq_length
         pairs = self.tokens * self.config.num_attention_heads / self.layout.tp * S
         if self.work.flash_attention:
             share = self.gpu.attention_share

@@ -1,8 +1,9 @@
 """The layouts that fit and are fastest; where none does, how much the smallest one needs.
 
-Groups of choices (choices.py) are taken in the order of the time that they need at best, and the
-search ends where no group can beat what is found: all that it leaves out is slower. What certainly
-needs too much memory is never timed; what is fast enough is then counted exactly, by memory.py.
+Trying everything would take minutes: 64 GPUs have 180,000 layouts of an 8B model. So groups of
+choices (choices.py) are taken in the order of the time that they need at best, and the search ends
+where no group can beat what is found: all that it leaves out is slower. What certainly needs too
+much memory is never timed; what is fast enough is then counted exactly, by memory.py.
 """
 
 import math
@@ -33,34 +34,40 @@ def search(request: Request, top: int = 10) -> list[list[Candidate]]:
     differ only in the number of chunks a rank, the fastest one that fits.
     """
     found: dict[str, list[Candidate]] = {}
-    # A heap of (seconds, number, ...): the fastest first; of two as fast, the one that came first.
-    waiting: list[tuple] = []
-    settled, numbers, limits = set(), count(), []
-    times = [StepTime(request.setting(*group)) for group in choices.groups(request)]
-    by_best_time = sorted(((of.at_best(), of) for of in times), key=lambda pair: pair[0])
-    for at_best, times in [*by_best_time, (math.inf, None)]:
-        # Nothing that is still to come is faster than what can be settled now.
+    settled, limits = set(), []
+    for seconds, _, layout, work, prediction in by_time(request):
+        if len(found) >= top and seconds > TIE * limits[top - 1]:
+            break
+        but_for_chunks = replace(layout, pp_chunks=1), work
+        if but_for_chunks in settled or rule_problems(request, layout, work):
+            continue
+        needed = request.memory(layout, work)
+        if needed.total <= request.budget:
+            settled.add(but_for_chunks)
+            printed = f"{seconds:.4g} {gigabytes(needed.total)} {prediction.bubble:.1%}"
+            limits += [seconds] if printed not in found else []
+            candidate = Candidate(layout, work, prediction, needed)
+            found.setdefault(printed, []).append(candidate)
+    return ranked(found.values())[:top]
+
+
+def by_time(request: Request) -> Iterator[tuple]:
+    """(seconds, number, layout, workload, prediction) of all that may fit, the fastest first.
+
+    Groups come in the order of their time at best. So what waits is next in line as soon as it is
+    faster than the next group at best. Of two as fast, the one that was counted first is first.
+    """
+    waiting, numbers = [], count()
+    groups = (StepTime(request.setting(*group)) for group in choices.groups(request))
+    for at_best, times in sorted(((g.at_best(), g) for g in groups), key=itemgetter(0)):
         while waiting and waiting[0][0] <= at_best:
-            seconds, _, layout, work, prediction = heappop(waiting)
-            if len(found) >= top and seconds > TIE * limits[top - 1]:
-                return ranked(found.values())[:top]
-            but_for_chunks = replace(layout, pp_chunks=1), work
-            if but_for_chunks in settled or rule_problems(request, layout, work):
-                continue
-            needed = request.memory(layout, work)
-            if needed.total <= request.budget:
-                settled.add(but_for_chunks)
-                printed = f"{seconds:.4g} {gigabytes(needed.total)} {prediction.bubble:.1%}"
-                limits += [seconds] if printed not in found else []
-                candidate = Candidate(layout, work, prediction, needed)
-                found.setdefault(printed, []).append(candidate)
-        for needed, changes in options(request, times.layout, times.work) if times else ():
+            yield heappop(waiting)
+        for needed, changes in options(request, times.layout, times.work):
             if needed <= request.budget:
                 layout = replace(times.layout, **changes)
                 prediction = times.at(layout).prediction()
-                entry = prediction.step, next(numbers), layout, times.work, prediction
-                heappush(waiting, entry)
-    return ranked(found.values())[:top]
+                heappush(waiting, (prediction.step, next(numbers), layout, times.work, prediction))
+    yield from sorted(waiting)
 
 
 def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[float, dict]]:

@@ -53,7 +53,7 @@ def as_numbers(request: Request, candidate: Candidate) -> dict:
 def uncertain(request: Request, best: Candidate) -> str:
     gpu, lines = request.gpu, [about_documents(request)]
     if request.device == "cpu":
-        how = "calibrated with runs on it" if gpu.is_calibrated else "rough: see --calibrate"
+        how = "calibrated with runs on it" if gpu.is_calibrated else "rough: see calibrate"
         return "\n".join(filter(None, [*lines, f"Times of this CPU are {how}. {NOT_COUNTED}"]))
     wider = unlike(request.setting(best.layout, best.workload))
     lines += [OTHERS_RUNS, UNCERTAIN, wider and f"It is twice as wide here: {wider}.", NOT_COUNTED]
@@ -61,18 +61,15 @@ def uncertain(request: Request, best: Candidate) -> str:
 
 
 def about_documents(request: Request) -> str:
-    """Which lengths of documents a prediction takes; empty without a mask between them."""
-    if request.attended:
-        rows = f"rows of {request.attended:,.0f} tokens, by the documents' lengths"
-        return f"Attention is as costly as in {rows}."
-    one = "Planned for one document a row: --documents FILE has their lengths."
+    """Which documents a prediction assumes; empty without a mask between them."""
+    one = "Planned for one document a row: attention inside shorter ones is faster."
     return one if request.work.document_mask else ""
 
 
 def measures(request: Request, candidate: Candidate) -> dict:
     """Speed, its 90% interval, MFU and HFU, as a run reports them."""
     config, work = request.model_config, candidate.workload
-    S = request.attended or work.seq_length
+    S = work.seq_length
     step, peak = candidate.prediction.step, request.gpu.peaks[work.dtype]
     speed = request.global_batch * work.seq_length / step / request.gpus
     flops = hardware_flops_per_token(config, S, work.recompute)

@@ -45,7 +45,6 @@ class System:
     # with quantisation and permutation inside.
     dispatcher: Literal["alltoall", "fused"] = "alltoall"
     expert_kernels: Literal["grouped", "fused"] = "grouped"
-    imbalance: float = 1.0  # tokens of the fullest expert, to the mean
     shares_in_node: bool = False  # sharded parameters: each node has all of them ("hybrid")
     # The head's share of the work: None, as layers_of_stages of costs.py balances it; True, all
     # ranks of a pipeline are equally busy; False, equal layers, and the last rank has the head too.
@@ -86,4 +85,3 @@ class Setting:
     layout: Layout
     workload: Workload
     system: System
-    attended: float | None = None  # tokens of the rows whose attention costs as much, if not S

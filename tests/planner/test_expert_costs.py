@@ -28,7 +28,7 @@ from tests.core.test_costs import (
     saved_by_a_layer,
     saved_bytes,
 )
-from tests.extensions.test_sharding import MODES, assert_holds_what_is_planned
+from tests.extensions.test_sharding import assert_holds_what_is_planned
 
 QWEN = WIDE.override(qk_norm=True)
 MIXTRAL = ModelConfig(32_000, 4096, 14_336, 32, 32, 8, num_local_experts=8)
@@ -94,19 +94,18 @@ def bytes_saved(config: Config) -> int:
     return saved_bytes(chunk.model, "float32", tokens, torch.arange(size), tokens)
 
 
+# Of routed experts, or with a gated shared one.
 GRIDS = [
-    {"dp": 2, "ep": 2},
-    {"tp": 2, "ep": 2},
-    {"tp": 2, "etp": 2},
-    {"tp": 2, "ep": 2, "sequence_parallel": False},
-    {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
-    {"dp": 2, "ep": 2, **PADDED},
+    ({"dp": 2, "ep": 2}, GATED),
+    ({"tp": 2, "ep": 2}, {}),
+    ({"tp": 2, "etp": 2}, GATED),
+    ({"tp": 2, "ep": 2, "sequence_parallel": False}, GATED),
+    ({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {}),
+    ({"dp": 2, "ep": 2, **PADDED}, {}),
 ]
 
 
-@pytest.mark.turns(3, 7)
-@pytest.mark.parametrize("model", [{}, GATED], ids=["routed", "gated"])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid,model", GRIDS, ids=str)
 def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):
     saved = []
     for layers in (2, 3):
@@ -123,18 +122,16 @@ def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):
 
 
 HELD = [
-    ({"dp": 4, "ep": 2}, "float32"),
-    ({"dp": 4, "ep": 4}, "float32"),  # no expert is sharded
-    ({"tp": 4, "ep": 2}, "bfloat16"),  # only experts are
-    ({"dp": 2, "tp": 2, "ep": 2, "etp": 1}, "bfloat16"),
-    ({"dp": 2, "tp": 2, "etp": 2}, "float32"),
-    ({"dp": 2, "pp": 2, "ep": 2}, "float32"),
+    ({"dp": 4, "ep": 2}, "float32", "none"),
+    ({"dp": 4, "ep": 4}, "float32", "parameters"),  # no expert is sharded
+    ({"tp": 4, "ep": 2}, "bfloat16", "optimizer"),  # only experts are
+    ({"dp": 2, "tp": 2, "ep": 2, "etp": 1}, "bfloat16", "gradients"),
+    ({"dp": 2, "tp": 2, "etp": 2}, "float32", "layerwise"),
+    ({"dp": 2, "pp": 2, "ep": 2}, "bfloat16", "parameters"),
 ]
 
 
-@pytest.mark.turns(3, 7)
-@pytest.mark.parametrize("grid,dtype", HELD, ids=str)
-@pytest.mark.parametrize("sharding", ["none", *MODES])
+@pytest.mark.parametrize("grid,dtype,sharding", HELD, ids=str)
 def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
     shape = EXPERTS | GATED | {"num_key_value_heads": 4, "num_hidden_layers": 3}
     options = {"sharding": sharding, "dtype": dtype, "model": shape | {"mlp_only_layers": [1]}}
@@ -142,40 +139,35 @@ def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
     assert_holds_what_is_planned(pool, config)
 
 
-def test_as_many_rows_are_planned_as_a_rank_can_get():
-    def rows(ep: int, **routing) -> float:
-        return most_rows(Layout(dp=8, ep=ep), Workload(8, routing=Routing(**routing)))
+# The most rows that a rank's experts get, to an even share: by ep, and what bounds them.
+ROWS = """
+8 | | 1
+8 | moe_expert_rank_capacity_factor=1.5 | 1.5
+8 | moe_expert_rank_capacity_factor=3.0 moe_expert_capacity_factor=2.0 | 2
+2 | moe_expert_rank_capacity_factor=3.0 | 2
+1 | moe_expert_capacity_factor=0.5 | 0.5
+1 | moe_expert_capacity_factor=1.5 moe_pad_expert_input_to_capacity=1 | 1.5
+""".strip().splitlines()
 
-    assert rows(8) == 1, "nothing bounds them: even ones"
-    assert rows(8, moe_expert_rank_capacity_factor=1.5) == 1.5
-    assert rows(8, moe_expert_rank_capacity_factor=3.0, moe_expert_capacity_factor=2.0) == 2
-    assert rows(2, moe_expert_rank_capacity_factor=3.0) == 2, "all of both ranks"
-    assert rows(1, moe_expert_capacity_factor=0.5) == 0.5 and rows(1, **PADDED) == 1.5
-    plain, more = (
-        memory_per_rank(MIXTRAL, Layout(dp=8, ep=8), Workload(4096, 4, routing=Routing(**of)))
-        for of in ({}, {"moe_expert_rank_capacity_factor": 1.5})
-    )
+
+@pytest.mark.parametrize("row", ROWS)
+def test_as_many_rows_are_planned_as_a_rank_can_get(row):
+    ep, bounds, most = row.split("|")
+    bounds = {name: float(x) for name, _, x in (word.partition("=") for word in bounds.split())}
+    layout, work = Layout(dp=8, ep=int(ep)), Workload(4096, 4, routing=Routing(**bounds))
+    assert most_rows(layout, work) == float(most)
+    even, planned = (memory_per_rank(MIXTRAL, layout, w) for w in (Workload(4096, 4), work))
     each = 2 * (5 * 14_336 + 4096)  # k numbers of a token and layer, all in float32
-    assert more.activations - plain.activations == 0.5 * 32 * 4 * 4096 * 4 * each
-    assert more[:3] == plain[:3]
+    assert planned.activations - even.activations == (float(most) - 1) * 32 * 4 * 4096 * 4 * each
+    assert planned[:3] == even[:3]
 
 
-def test_experts_of_other_ranks_need_no_memory():
-    def weights(**sizes) -> int:
-        return memory_per_rank(MIXTRAL, Layout(**sizes), test_checkpoint.make_config().workload)[0]
-
-    experts = 4 * 32 * 8 * 3 * 4096 * 14_336
-    one = weights(dp=8)
-    assert one == 4 * costs.parameter_count(MIXTRAL)
-    assert one - weights(dp=8, ep=8) == experts * 7 / 8
-    assert weights(dp=8, ep=2, etp=4) == weights(dp=8, ep=8)
-    sharded = weights(dp=8, ep=2, sharding="parameters")
-    assert sharded < one / 8 + 3 * 4 * (experts / 4 / 32 / 2 + 32_000 * 4096)
+# The vocabulary, the layers without experts, and the size of an expert.
+SPLITS = [(1, (), 16), (500, (0,), 2000), (20_000, (0, 1, 2), 16), (20_000, (1, 4), 2000)]
+SPLITS += [(500, (6,), 16)]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 500, 20_000])
-@pytest.mark.parametrize("dense", [(), (0,), (0, 1, 2), (1, 4), (6,)], ids=str)
-@pytest.mark.parametrize("inner", [16, 2000])
+@pytest.mark.parametrize("vocab_size,dense,inner", SPLITS)
 def test_no_other_split_of_the_layers_has_a_faster_slowest_stage(vocab_size, dense, inner):
     model_config = EIGHT.override(
         vocab_size=vocab_size,
