@@ -64,13 +64,6 @@ def initial_weights(model_config: ModelConfig, seed: int) -> Iterator[tuple[str,
         yield name, initial_weight(name, shape, seed, initial_std(name, num_layers))
 
 
-def bytes_of_update(optimizer: torch.optim.Optimizer) -> int:
-    """Read and written: weights and what is stored of them. Read twice: gradients."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    stored = [x for p in weights for x in optimizer.state[p].values() if isinstance(x, Tensor)]
-    return 2 * sum(x.nbytes for x in [*weights, *weights, *stored])
-
-
 def profile(step: Step, order: str = "self_cpu_time_total", trace: str = "") -> str:
     """The operations that take most time in two steps; their Chrome trace goes to a file."""
     step(0)  # makes the optimizer's state, and compiles

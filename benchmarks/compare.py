@@ -1,8 +1,7 @@
-"""How fast and how lean, next to what people would use instead:
+"""How fast and how lean, next to what people would use instead, and how far from the machine:
 
     python benchmarks/compare.py                         every row
     python benchmarks/compare.py --rows dp2 tp2 --rounds 4
-    python benchmarks/compare.py --rows dp2 --profile    where the time of each contender goes
 
 The contenders of a row train the same model from the same weights on the same tokens. They are
 alive in the same processes at the same time and take turns step by step, so that whatever else the
@@ -12,10 +11,10 @@ machine does hits all of them alike:
                                          `- ratio -'        `- ratio -'
 
 A step starts at a barrier and takes as long as its slowest rank. The result is the median of the
-ratios. The first steps of all must give the same losses and gradient norms: a comparison of
-different work is worth nothing. Memory is measured with each contender alone in fresh processes,
-because the kernel's peak never falls. CPU only, float32, one thread a process. The bound does what
-our step cannot do without, and nothing else (ours.py): its share is the last line of a row.
+ratios. The first steps must give the same losses and gradient norms: a comparison of different
+work is worth nothing. Memory is measured with each contender alone in fresh processes, because the
+kernel's peak never falls. CPU only, float32, one thread a process. The bound does what our step
+cannot do without, and nothing else (ours.py): its share is the last line of a row.
 """
 
 import json
@@ -36,9 +35,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, installed or not
 
-from benchmarks.common import Done, check_same_work, facts, profile
-from benchmarks.ours import CPU, Build, Place, bound
-from benchmarks.rows import ROWS, WORK, Row
+from benchmarks import peers
+from benchmarks.common import Done, check_same_work, facts
+from benchmarks.ours import CPU, Build, Place, bound, picotron_min
 from picotron_min.costs import parameter_count
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.mesh import build_axes
@@ -49,50 +48,54 @@ from picotron_min.runtime.processes import start_processes
 from picotron_min.runtime.speed import memory_gb
 from picotron_min.runtime.token_file import TokenFile
 
+# The step of all rows. About 8M parameters.
+MODEL = {"name": "tiny", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688}
+MODEL |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+STEP = {"seq_length": 256, "micro_batch_size": 4, "gradient_accumulation_steps": 4}
+WORK = {"model": MODEL, "training": STEP | {"learning_rate": 1e-3, "eval_batches": 0}}
+
+
+class Row(NamedTuple):
+    peer: str
+    build: Build
+    distributed: dict[str, Any]
+
+    def sections(self, work: dict[str, dict]) -> dict[str, dict]:
+        """A config.json, for a CPU."""
+        return work | {"distributed": self.distributed | {"use_cpu": True, "backend": "gloo"}}
+
+
+# A new row is an entry here, and a function in peers.py.
+ONE_F_ONE_B = {"pp_size": 2, "pp_engine": "1f1b"}
+ZERO_3 = {"dp_size": 2, "sharding": "parameters"}
+ROWS = {
+    "one-process": Row("transformers", peers.transformers_model, {}),
+    "dp2": Row("DDP", peers.torch_ddp, {"dp_size": 2}),
+    "tp2": Row("parallelize_module", peers.torch_tensor_parallel, {"tp_size": 2}),
+    "pp2-1f1b": Row("Schedule1F1B", peers.torch_pipeline, ONE_F_ONE_B),
+    "sharding-parameters": Row("FSDP2", peers.torch_fsdp, ZERO_3),
+}
+OURS, BOUND = "picotron-min", "bound"
 WARMUP = 3  # steps of each contender before the clock runs: the first make optimizer state
 MEMORY_STEPS = 2  # the second one's backward has the optimizer's state beside it
 TOLERANCE = Done(1e-4, 1e-4)  # relative, between losses and between gradient norms
-RATIO = "{1:.3f} ({0:.3f}-{2:.3f})"  # quartiles, the median first
-
-
-class Result(NamedTuple):
-    """One contender's numbers."""
-
-    row: str
-    contender: str
-    step_seconds: list[float]  # in the order of the rounds
-    memory_mb: float  # peak of the largest process, above what it held before the model was built
-    done: list[Done]  # by all steps, the warm-up included
 
 
 def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="only these")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], metavar="ROW")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contender")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
-    parser.add_argument("--profile", action="store_true", help="only profile the rows")
     options = parser.parse_args(arguments)
-    if unknown := set(options.rows or ()).difference(ROWS):
-        parser.error(f"no row {', '.join(sorted(unknown))}: choose of {', '.join(ROWS)}")
     set_environment()
-    known = facts_of(work)
+    known, measured = facts_of(work), {}
     print("\n".join(f"{name:<13} {value}" for name, value in known.items()), flush=True)
-    measured = []
-    for name in options.rows or ROWS:
-        row = ROWS[name]
-        if options.profile:
-            for who, build in row.contenders.items():
-                shown = run_ranks(row, work, lambda place, build=build: profile(build(place)))
-                print(f"\n{name}, {who}, rank 0, 2 steps\n{shown[0]}", flush=True)
-            continue
-        results, limit = measure(name, row, work, options.rounds)
-        share = RATIO.format(*ratios(limit, results[0]))
-        shown = f"{table(results)}\n{share} of {results[0].contender} is its bound"
-        print(f"\n{name}: {row.about}\n{shown}", flush=True)
-        everybody = *results, limit
-        measured += [r._asdict() | {"time_ratio": ratios(results[0], r)} for r in everybody]
+    for name in options.rows:
+        measured[name] = result = measure(ROWS[name], work, options.rounds)
+        print(f"\n{name}\n{table(result)}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(known | {"results": measured}, indent=2) + "\n")
+        results = {name: result._asdict() for name, result in measured.items()}
+        options.json.write_text(json.dumps(known | results, indent=2) + "\n")
 
 
 def facts_of(work: dict) -> dict[str, str]:
@@ -105,28 +108,30 @@ def facts_of(work: dict) -> dict[str, str]:
     }
 
 
-def measure(name: str, row: Row, work: dict, rounds: int) -> tuple[list[Result], Result]:
-    """Time all contenders of a row and the bound of the first together, the memory of each alone.
+class Result(NamedTuple):
+    """A row's numbers, by contender."""
 
-    Raises ValueError if they did not do the same work.
-    """
-    contenders, config = row.contenders, parse_config(row.sections(work))
-    timed = contenders | {"bound": partial(bound, of=next(iter(contenders.values())))}
+    seconds: dict[str, list[float]]  # of the steps of the slowest rank, in the order of the rounds
+    memory: dict[str, float]  # MB at the peak of the largest process, above what it held before
+
+
+def measure(row: Row, work: dict, rounds: int) -> Result:
+    """ValueError if ours and the peer did not do the same work."""
+    contenders = {OURS: picotron_min, row.peer: row.build}
+    timed = contenders | {BOUND: bound}
     ranks = run_ranks(row, work, partial(take_turns, timed, WARMUP, rounds))
-    seconds = {name: np.max([rank.seconds[name] for rank in ranks], axis=0) for name in timed}
-    results = []
-    for who in contenders:
-        memory = measure_memory(row, who, work)
-        results.append(Result(name, who, seconds[who].tolist(), memory, ranks[0].done[who]))
-    check_same_work({r.contender: r.done for r in results}, TOLERANCE)
-    d, count = config.distributed, config.training.gradient_accumulation_steps
-    busy = 1 - SCHEDULES[d.pp_engine].bubble(d.pp_size, count, d.pp_chunks)
-    return results, Result(name, "bound", (seconds["bound"] / busy).tolist(), 0, [])
+    check_same_work({who: ranks[0].done[who] for who in contenders}, TOLERANCE)
+    seconds = {who: np.max([rank.seconds[who] for rank in ranks], axis=0) for who in timed}
+    # The bound waits in the pipeline's bubble, as our step does.
+    d, count = (config := parse_config(row.sections(work))).distributed, config.training
+    count = count.gradient_accumulation_steps
+    seconds[BOUND] /= 1 - SCHEDULES[d.pp_engine].bubble(d.pp_size, count, d.pp_chunks)
+    memory = {who: measure_memory(row, {who: build}, work) for who, build in contenders.items()}
+    return Result({who: of.tolist() for who, of in seconds.items()}, memory)
 
 
-def measure_memory(row: Row, who: str, work: dict) -> float:
+def measure_memory(row: Row, alone: dict[str, Build], work: dict) -> float:
     """MB that a contender adds at its peak, on the rank that adds most."""
-    alone = {who: row.contenders[who]}
     ranks = run_ranks(row, work, partial(take_turns, alone, MEMORY_STEPS, 0))
     return max(peak - before for before, peak in (rank.memory for rank in ranks))
 
@@ -135,18 +140,19 @@ def run_ranks(row: Row, work: dict, function: Callable[[Place], Any]) -> list[An
     """Call function(place) on every rank of fresh processes; returns their results."""
     sections = row.sections(work)
     config, results = parse_config(sections), multiprocessing.get_context("fork").SimpleQueue()
+    # Random tokens: what a step costs does not depend on the text.
     size = 50 * config.tokens_per_step + 1
     tokens = np.random.default_rng(0).integers(resolve_model(config).vocab_size, size=size)
     text = TokenFile(tokens.astype(np.uint16), num_bytes=size, num_documents=1)
 
     def run_rank(launch: Launch) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # or the ranks would compete for the cores
         seconds = config.distributed.timeout_seconds
         store = launch.open_store(seconds)
         open_process_group(launch, "gloo", store, timedelta(seconds=seconds))
         place = Place(sections, build_axes(CPU, config.layout), text)
         results.put((launch.rank, function(place)))
-        dist.barrier()
+        dist.barrier()  # a rank that leaves early would break messages of the others
         dist.destroy_process_group()
 
     start_processes(run_rank, config.world_size)
@@ -168,7 +174,7 @@ def take_turns(contenders: dict[str, Build], warmup: int, rounds: int, place: Pl
     done, seconds = {name: [] for name in steps}, {name: [] for name in steps}
     for index in range(warmup + rounds):
         for name, step in steps.items():
-            dist.barrier()
+            dist.barrier()  # so that nobody's step begins with waiting
             began = time.perf_counter()
             done[name].append(step(index))
             seconds[name].append(time.perf_counter() - began)
@@ -176,30 +182,24 @@ def take_turns(contenders: dict[str, Build], warmup: int, rounds: int, place: Pl
     return Turns(done, timed, (1000 * before, 1000 * memory_gb(CPU)))
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    return tuple(np.quantile(values, [0.25, 0.5, 0.75]).tolist())
-
-
-def ratios(ours: Result, other: Result) -> tuple[float, float, float]:
-    """Quartiles of our time over theirs, pair by pair: below 1 is faster."""
-    return quartiles([a / b for a, b in zip(ours.step_seconds, other.step_seconds, strict=True)])
-
-
-def table(results: list[Result]) -> str:
-    """The contenders of a row, ours first; quartiles in brackets."""
-    ours = results[0]
-    lines = [f"{'':20}{'ms a step':>22}{'ours / theirs':>26}{'MB':>8}{'ours / theirs':>16}"]
-    for result in results:
-        low, median, high = (1000 * x for x in quartiles(result.step_seconds))
-        time_ratio = memory_ratio = ""
-        if result is not ours:
-            time_ratio = RATIO.format(*ratios(ours, result))
-            memory_ratio = f"{ours.memory_mb / result.memory_mb:.3f}"
+def table(result: Result) -> str:
+    """A line for each contender, ours first, with the ratios of neighbours; then the bound."""
+    seconds, memory = result
+    lines = [f"{'':20}{'ms a step':>12}{'ours / theirs':>24}{'MB':>8}{'ours / theirs':>16}"]
+    for who, megabytes in memory.items():
+        ratio = f"{ratios(seconds[OURS], seconds[who]):>24}" if who != OURS else ""
+        more = f"{memory[OURS] / megabytes:16.3f}" if who != OURS else ""
         lines.append(
-            f"{result.contender:20}{f'{median:.0f} ({low:.0f}-{high:.0f})':>22}{time_ratio:>26}"
-            f"{result.memory_mb:8.0f}{memory_ratio:>16}"
+            f"{who:20}{1000 * np.median(seconds[who]):12.0f}{ratio:24}{megabytes:8.0f}{more}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{ratios(seconds[BOUND], seconds[OURS])} of it is its bound"])
+
+
+def ratios(these: list[float], those: list[float]) -> str:
+    """The median and quartiles, pair by pair, so that a slow phase of the machine cancels."""
+    pairs = [a / b for a, b in zip(these, those, strict=True)]
+    low, median, high = np.quantile(pairs, [0.25, 0.5, 0.75])
+    return f"{median:.3f} ({low:.3f}-{high:.3f})"
 
 
 if __name__ == "__main__":

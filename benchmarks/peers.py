@@ -6,7 +6,6 @@ All but `transformers_model` train our model class, so that only what a row is a
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed.tensor.parallel as torch_tp
@@ -14,43 +13,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.common import Done, Step, initial_weights
 from benchmarks.ours import CPU, Place
-from picotron_min.collectives import Axis, all_reduce
+from picotron_min.collectives import all_reduce
 from picotron_min.costs import layers_of_stages
 from picotron_min.data import Batch
-from picotron_min.extensions.settings import Recipe
 from picotron_min.model import Llama
 from picotron_min.optimizer import build_optimizer
-from picotron_min.pipeline_parallel import Stage, keep_stage, my_stages
+from picotron_min.pipeline_parallel import keep_stage, my_stages
 from picotron_min.runtime.architectures import to_hf
 
-Parameters = list[nn.Parameter]
+Loss = Callable[[nn.Module, Batch, Tensor], Tensor]
 
 
-def train_loop(
-    place: Place,
-    model: nn.Module,
-    accumulate: Callable[[int], Tensor],
-    clip: Callable[[Parameters, float], Tensor] = clip_grad_norm_,
-    optimize: Callable[[Parameters, Recipe], Optimizer] = build_optimizer,
-) -> Step:
+def train_loop(place: Place, model: nn.Module, accumulate: Callable[[int], Tensor]) -> Step:
     """The usual step around `accumulate`, which fills the gradients in and returns the loss."""
     parameters, axes = list(model.parameters()), place.axes
-    optimizer, limit = optimize(parameters, place.config.recipe), place.config.training.grad_clip
+    optimizer = build_optimizer(parameters, place.config.recipe)
 
     def step(index: int) -> Done:
+        # As set_to_none does: the first micro-batch writes, the others add.
         for parameter in parameters:
             parameter.grad = None
         loss = accumulate(index)
-        norm = clip(parameters, limit)
+        norm = clip(parameters, place)
         optimizer.step()
         all_reduce(loss, axes.pp)  # zero on all stages but the last
         all_reduce(loss, axes.dp_cp)
@@ -59,16 +50,26 @@ def train_loop(
     return step
 
 
+def clip(parameters: list[nn.Parameter], place: Place) -> Tensor:
+    """`clip_grad_norm_`, also where only some parameters are DTensors, or some on other stages."""
+    kinds = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (False, True)]
+    # torch stacks no norms of DTensors and of plain tensors together.
+    norms = [whole(get_total_norm([p.grad for p in kind])) for kind in kinds if kind]
+    total = all_reduce(torch.stack(norms).norm() ** 2, place.axes.pp).sqrt()
+    for kind in kinds:
+        clip_grads_with_norm_(kind, place.config.training.grad_clip, total)
+    return total
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def our_loss(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     return model(batch.tokens, positions, batch.targets) / batch.num_targets
 
 
-def eager_loop(
-    place: Place,
-    model: nn.Module,
-    mean_loss: Callable[[nn.Module, Batch, Tensor], Tensor] = our_loss,
-    **options: Callable,
-) -> Step:
+def eager_loop(place: Place, model: nn.Module, mean_loss: Loss = our_loss) -> Step:
     """One micro-batch after another; DDP sends gradients only after the last."""
     data, count = place.data, place.data.num_micro_batches
     accumulating = getattr(model, "no_sync", nullcontext)
@@ -82,12 +83,15 @@ def eager_loop(
             total += whole(loss.detach())
         return total
 
-    return train_loop(place, model, accumulate, **options)
+    return train_loop(place, model, accumulate)
 
 
-def plain_llama(place: Place) -> Llama:
-    model = Llama(place.model_config)
-    fill(model, place)
+def fill(model: nn.Module, place: Place) -> nn.Module:
+    """Copy the weights that all contenders start from, one at a time: memory is measured."""
+    parameters = dict(model.named_parameters())
+    # Names are the same in all: those of Hugging Face.
+    for name, weight in initial_weights(place.model_config, place.config.training.seed):
+        parameters[name].data.copy_(weight)
     return model
 
 
@@ -95,28 +99,9 @@ def transformers_model(place: Place) -> Step:
     """Hugging Face's model and loss, SDPA attention, in the eager loop that its users write."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf(place.model_config)))
-    fill(model, place)
+    config = AutoConfig.for_model(**to_hf(place.model_config))
+    model = fill(AutoModelForCausalLM.from_config(config), place)
     return eager_loop(place, model, transformers_loss)
-
-
-def fill(model: nn.Module, place: Place) -> None:
-    """Copy the weights that all contenders start from, one at a time: memory is measured."""
-    parameters = dict(model.named_parameters())
-    for name, weight in initial_weights(place.model_config, place.config.training.seed):
-        its_place(name, parameters).data.copy_(weight)
-
-
-def its_place(name: str, parameters: dict[str, nn.Parameter]) -> Tensor:
-    """Where a weight is: transformers stacks experts, and the first two matrices of each."""
-    block, is_expert, rest = name.partition(".experts.")
-    if not is_expert:
-        return parameters[name]
-    expert, kind, _ = rest.split(".")
-    if kind == "down_proj":
-        return parameters[f"{block}.experts.down_proj"][int(expert)]
-    gate, up = parameters[f"{block}.experts.gate_up_proj"][int(expert)].chunk(2)
-    return gate if kind == "gate_proj" else up
 
 
 def transformers_loss(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
@@ -125,113 +110,67 @@ def transformers_loss(model: nn.Module, batch: Batch, positions: Tensor) -> Tens
     return model(batch.tokens, labels=targets, shift_labels=targets, use_cache=False).loss
 
 
-def torch_ddp(place: Place, views: bool = False, **options: Callable) -> Step:
-    model, group = plain_llama(place), place.axes.dp_cp.group
-    model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=views)
-    return eager_loop(place, model, **options)
-
-
-def zero_redundancy(parameters: Parameters, recipe: Recipe, views: bool = False) -> Optimizer:
-    """AdamW whose state is divided: each rank updates some parameters, and broadcasts them."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles functions, and warns
-
-    groups = build_optimizer(parameters, recipe).param_groups
-    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=views)
+def torch_ddp(place: Place) -> Step:
+    model = fill(Llama(place.model_config), place)
+    model = DistributedDataParallel(model, process_group=place.axes.dp_cp.group)
+    return eager_loop(place, model)
 
 
 def torch_fsdp(place: Place) -> Step:
     """FSDP2: each layer by itself, the embedding and lm_head together."""
-    model, mesh = plain_llama(place), DeviceMesh.from_group(place.axes.dp_cp.group, "cpu")
+    model = fill(Llama(place.model_config), place)
+    mesh = DeviceMesh.from_group(place.axes.dp_cp.group, "cpu")
+    # The model last: its own unit is what the layers leave.
     for module in (*model.model.layers.values(), model):
         fully_shard(module, mesh=mesh)
-    return eager_loop(place, model, clip=clip_parts)
+    return eager_loop(place, model)
 
 
 def torch_tensor_parallel(place: Place) -> Step:
     """torch's own plan, and the loss that torch has for split logits."""
-    rows, columns, gather = torch_tp.RowwiseParallel, torch_tp.ColwiseParallel, Replicate()
-    is_split = place.config.distributed.sequence_parallel
-    between = Shard(1) if is_split else gather
+    rows, columns, whole_ = torch_tp.RowwiseParallel, torch_tp.ColwiseParallel, Replicate()
+    # As torch's tutorial has it. Logits stay cut: loss_parallel never gathers the vocabulary.
     plan = {
-        "model.embed_tokens": rows(input_layouts=gather, output_layouts=between),
+        "model.embed_tokens": rows(input_layouts=whole_, output_layouts=whole_),
         "model.layers.*.self_attn.[qkv]_proj": columns(),
-        "model.layers.*.self_attn.o_proj": rows(output_layouts=between),
+        "model.layers.*.self_attn.o_proj": rows(),
         "model.layers.*.mlp.[gu]*_proj": columns(),
-        "model.layers.*.mlp.down_proj": rows(output_layouts=between),
-        "lm_head": columns(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "model.layers.*.mlp.down_proj": rows(),
+        "lm_head": columns(output_layouts=Shard(-1), use_local_output=False),
     }
-    if is_split:
-        plan |= {
-            "model.layers.*.*norm": torch_tp.SequenceParallel(),
-            "model.norm": torch_tp.SequenceParallel(),
-            "model.layers.*.self_attn": torch_tp.PrepareModuleInput(
-                input_layouts=(between, None), desired_input_layouts=(gather, None)
-            ),
-            "model.layers.*.mlp": torch_tp.PrepareModuleInput(
-                input_layouts=between, desired_input_layouts=gather
-            ),
-        }
-    model, mesh = plain_llama(place), DeviceMesh.from_group(place.axes.tp.group, "cpu")
+    model = fill(Llama(place.model_config), place)
+    mesh = DeviceMesh.from_group(place.axes.tp.group, "cpu")
     torch_tp.parallelize_module(model, mesh, plan)
-    return torch_tp.loss_parallel()(eager_loop(place, model, split_loss, clip=clip_parts))
+    return torch_tp.loss_parallel()(eager_loop(place, model, split_loss))
 
 
 def split_loss(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     return F.cross_entropy(model(batch.tokens, positions).flatten(0, 1), batch.targets.flatten())
 
 
-def clip_parts(parameters: Parameters, limit: float, stages: Axis | None = None) -> Tensor:
-    """`clip_grad_norm_`, also where only some parameters are DTensors, or some on other stages."""
-    kinds = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (False, True)]
-    norms = [whole(get_total_norm([p.grad for p in kind])) for kind in kinds if kind]
-    total = torch.stack(norms).norm()
-    if stages:
-        total = all_reduce(total**2, stages).sqrt()
-    for kind in kinds:
-        clip_grads_with_norm_(kind, limit, total)
-    return total
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def torch_pipeline(place: Place, schedule: type, **distributed: Any) -> Step:
-    """Our stages under torch's own schedule; `distributed` has keys that differ from the row's."""
-    place = place.changed("distributed", **distributed)
+def torch_pipeline(place: Place) -> Step:
+    """Our stages under torch's 1F1B."""
     axis, data, layout = place.axes.pp, place.data, place.config.layout
     num_layers = layers_of_stages(place.model_config, layout, data.seq_length)
-    mine = my_stages(num_layers, layout.schedule, axis)
-    modules = nn.ModuleList(stage_for_torch(place, stage) for stage in mine)
-    stages = [
-        PipelineStage(module, axis.rank + i * axis.size, len(num_layers), CPU, group=axis.group)
-        for i, module in enumerate(modules)
-    ]
+    (mine,) = my_stages(num_layers, layout.schedule, axis)
+    model = fill(Llama(place.model_config), place)
+    keep_stage(model, mine)
+    # torch computes the loss outside of the stage.
+    model.head, model.lm_head = model.lm_head, nn.Identity()
+    model.forward = partial(model.forward, positions=data.positions)
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
-        return modules[-1].head.loss(x, targets) / targets.numel()
+        return model.head.loss(x, targets) / targets.numel()
 
-    takes_list = issubclass(schedule, PipelineScheduleMulti)
-    runner = schedule(stages if takes_list else stages[0], data.num_micro_batches, loss_fn=loss)
+    stage = PipelineStage(model, axis.rank, axis.size, CPU, group=axis.group)
+    runner = Schedule1F1B(stage, data.num_micro_batches, loss_fn=loss)
 
     def accumulate(index: int) -> Tensor:
         batches = [data.batch(index, i) for i in range(data.num_micro_batches)]
         tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in range(2))
-        inputs, losses = [tokens] if mine[0].is_first else [], []
+        # The schedule cuts the batch into its micro-batches again.
+        inputs, losses = [tokens] if mine.is_first else [], []
         runner.step(*inputs, target=targets, losses=losses, return_outputs=False)
         return sum(losses, torch.zeros(())).detach() / data.num_micro_batches
 
-    return train_loop(place, modules, accumulate, partial(clip_parts, stages=axis))
-
-
-def stage_for_torch(place: Place, stage: Stage) -> Llama:
-    """One stage of our model as torch's pipelines use it: they compute the loss outside."""
-    model = plain_llama(place)
-    keep_stage(model, stage)
-    model.head, model.lm_head = model.lm_head, nn.Identity()
-    model.forward = partial(model.forward, positions=place.data.positions)
-    return model
-
-
-def torch_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
+    return train_loop(place, model, accumulate)

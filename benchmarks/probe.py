@@ -7,11 +7,9 @@ With DEVICE=cpu in the environment: tiny sizes on a CPU, only to see that it run
 
 import os
 import sys
-import threading
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
@@ -27,7 +25,7 @@ def main() -> None:
         except PackageNotFoundError:
             print(f"{name} MISSING", end="; ")
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")
-    for probe in (gpu, backward_thread, attention, ceilings):
+    for probe in (gpu, attention, ceilings):
         try:
             print(f"{probe.__name__}: {probe()}", flush=True)
         except Exception as error:  # the other probes still say something
@@ -39,29 +37,6 @@ def gpu() -> str:
         return "none"
     cudnn, nccl = torch.backends.cudnn.version(), torch.cuda.nccl.version()
     return f"{torch.cuda.get_device_properties(0)}, cuDNN {cudnn}, NCCL {nccl}"
-
-
-def backward_thread() -> str:
-    """Autocast must reach the thread of a GPU's backward; recompile_limit need not."""
-    seen = {}
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            seen["thread"] = threading.current_thread().name
-            seen["product"] = (dy @ dy).dtype
-            seen["recompile_limit"] = torch._dynamo.config.recompile_limit
-            return dy
-
-    x, limit = torch.ones(16, 16, device=DEVICE, requires_grad=True), {"recompile_limit": 64}
-    with torch.autocast(DEVICE.type, torch.bfloat16), torch._dynamo.config.patch(limit):
-        Look.apply(x).sum().backward()
-    assert seen["product"] == torch.bfloat16, seen
-    return str(seen)
 
 
 def seconds(statement: str, **names) -> float:

@@ -44,7 +44,7 @@ def main(name: str, keys: str) -> None:
         "dataset": {"name": str(text), "tokenizer": "bytes"},
         "checkpoint": {"save_dir": str(folder), "save_frequency": 10, "async": True},
     }
-    if resumes:
+    if resumes:  # its checkpoint was written in the background
         config["checkpoint"]["load_path"] = "latest"
     for section, changed in changes.items():
         config[section] |= changed
@@ -53,11 +53,11 @@ def main(name: str, keys: str) -> None:
     code = subprocess.run([sys.executable, "train.py", "--config", path], cwd=ROOT).returncode
     log = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    rows = [row for row in rows if "step_seconds" in row]
+    rows = [row for row in rows if "step_seconds" in row]  # not evaluations
     if code or not rows:
         raise SystemExit(f"trained {len(rows)} steps, then exit code {code}")
     medians = {
-        key: statistics.median(row[key] or 0 for row in rows[5:])
+        key: statistics.median(row[key] or 0 for row in rows[5:])  # after the warm-up
         for key in ("tokens_per_second", "mfu", "memory_gb")
     }
     losses = f"loss {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f}"
