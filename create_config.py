@@ -8,23 +8,21 @@ written, nothing deleted, no other file overwritten without --force, and the net
 """
 
 import argparse
-import inspect
 import json
-import re
 import shlex
 import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Routing, Workload
 from picotron_min.planner.describe import ASSUMED_GPU, describe
-from picotron_min.runtime.config import AXES, KEY, KEYS, SECTIONS, Config, ConfigError
+from picotron_min.runtime.config import AXES, KEYS, SECTIONS, Config, ConfigError
 from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
 from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.json_file import parse_json, read_json
 from picotron_min.runtime.wording import counted
 
+# picotron's flags, where they are not called as our keys.
 ALIASES = {f"distributed.{axis}_size": axis for axis in AXES}
 ALIASES |= {"model.name": "model_name", "dataset.name": "dataset_name"}
 ALIASES |= {"training.micro_batch_size": "mbs", "training.seq_length": "seq_len"}
@@ -80,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],  # -OO removes docstrings
         usage="%(prog)s --out_dir DIR --exp_name NAME [--dp N --model_name NAME ...]",
+        epilog="What keys mean: docs/config.md, and beside each in picotron_min/runtime/config.py.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -90,18 +89,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", type=Path, metavar="FILE", default=None, help="check this file")
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
-    meanings = meanings_of_keys()
     for where, schema in KEYS.items():
+        # picotron's name first. `--name` alone would not tell the model's from the dataset's.
         names = [ALIASES.get(where), where.split(".")[1]]
         flags = [f"--{name}" for name in names if name not in (None, "name")]
         values = "|".join(schema.get("enum", map(METAVARS.get, types_of(schema))))
         is_switch = "boolean" in types_of(schema)
         options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": values}
-        about = f"{where}, default {json.dumps(schema['default'])}: {meanings[where]}"
-        parser.add_argument(*flags, dest=where, help=about.removesuffix(": "), **options)
+        about = f"{where}, default {json.dumps(schema['default'])}"
+        parser.add_argument(*flags, dest=where, help=about, **options)
     return parser
 
 
+# How a value is shown by its JSON type.
 METAVARS = {"integer": "N", "number": "X", "string": "TEXT", "array": "[X,...]", "null": "null"}
 METAVARS["boolean"] = "true|false"
 
@@ -110,28 +110,12 @@ def types_of(schema: dict) -> list[str]:
     return [option["type"] for option in schema.get("anyOf", [schema])]
 
 
-def meanings_of_keys() -> dict[str, str]:
-    """Key -> the comment beside or above its field, in config.py or in the class it comes from."""
-    fields_of, meanings = {key: name for name, key in KEY.items()} | {"async": "in_background"}, {}
-    for section, field in Config.model_fields.items():
-        comments = {}  # of one name, the last counts
-        for kind in (Workload, Recipe, Layout, Routing, ModelConfig, field.annotation):
-            for base in kind.mro()[-2::-1] if kind != field.annotation else [kind]:
-                for above, name, beside in FIELD.findall(inspect.getsource(base)):
-                    comments[name] = (beside or above).replace("None", "null")
-        for key in SECTIONS[section]:
-            meanings[f"{section}.{key}"] = comments.get(fields_of.get(key, key), "")
-    return meanings
-
-
-FIELD = re.compile(r"(?:^ +# (.+)\n)?^    (\w+): [^#\n]+(?:  # (.+))?$", re.M)
-
-
 def to_config(flags: argparse.Namespace) -> dict:
     """The config as it is written: a small base, and over it the flags that were given."""
     raw = {name: {} for name in SECTIONS}
     raw["checkpoint"]["save_dir"] = str(Path(flags.out_dir, flags.exp_name, "checkpoints"))
     raw["logging"]["run_name"] = flags.exp_name
+    # A thread a process, or the ranks of one machine compete for its cores.
     raw["environment"] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     for where, value in vars(flags).items():
         section, _, key = where.partition(".")
@@ -163,6 +147,7 @@ def launch_command(config: Config) -> str:
     processes = config.world_size
     if processes <= (MOST_PROCESSES if config.distributed.use_cpu else GPUS_A_NODE):
         return "python train.py"
+    # As many processes on each node as it has GPUs, if they divide the ranks.
     of = max(n for n in range(1, GPUS_A_NODE + 1) if processes % n == 0)
     nodes = processes // of
     places = f"NODE from 0 to {nodes - 1} and ADDRESS of node 0"

@@ -210,8 +210,11 @@ def test_a_fixed_choice_cannot_nest_without_end():
 
 
 def test_docs_name_commands_that_there_are():
-    for page in ("docs/planner.md", "docs/teaching.md"):
-        text = Path(page).read_text()
-        for line in text.split("python -m picotron_min.planner ")[1:]:
-            if line.startswith("search --model"):
-                build_parser().parse_args(line.splitlines()[0].split())
+    pages = [Path(page).read_text() for page in ("docs/planner.md", "docs/teaching.md")]
+    lines = [line for page in pages for line in page.splitlines()]
+    commands = [
+        line.split()[3:] for line in lines if line.startswith("python -m picotron_min.planner")
+    ]
+    assert len(commands) == 3
+    for arguments in commands:
+        build_parser().parse_args(arguments)

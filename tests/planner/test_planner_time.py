@@ -24,21 +24,18 @@ from picotron_min.planner.system import Setting, System, our_system
 from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.public_models import find_preset
 
+HALF = ("matmul_share", "cudnn_share", "float8_share", "hbm_share", "link_share")
 TOY = Gpu(
     "toy",
     peaks={"bfloat16": 1000.0, "float32": 100.0, "float8": 2000.0},
     memory=1e9,
     hbm=1000.0,
     nvlink=100.0,
-    matmul_share=0.5,
     attention_share=0.25,
-    cudnn_share=0.5,
-    float8_share=0.5,
     network=50.0,
     gpus_per_node=4,
-    hbm_share=0.5,
-    link_share=0.5,
     network_share=0.2,
+    **dict.fromkeys(HALF, 0.5),
     latency=1.0,
     hop=0.1,
 )
@@ -56,7 +53,6 @@ RANKS = {
     "FOUR": Rank(((4, False),), head=1, embedding=1),
     "MIXED": Rank(MIXED, head=0, embedding=0),
 }
-# Parameters: of a layer, of all; seconds of linears; bytes between linears.
 LAYER = 8 * (2 * 3 * 4 + 3 * 16)
 ALL = 2 * LAYER + 2 * 80
 O_TP = 512 / 500 + 2 * (32 + 32 + 64) / 500
@@ -104,7 +100,6 @@ link(1, 1).message(100)       |  | 0
 link(4, 1).message(100)       |  | 0.75 * 100 / 50 + 1 + 3 * 0.1
 link(8, 1).message(160)       |  | 7 / 8 * 160 / 40 + 1 + 4 * 0.1
 link(2, 4).message(100)       |  | 0.5 * 100 / 10 + 1 + 0.1
-link(4, 1).send(100)          |  | 3
 link(2, 4).send(100)          |  | 11
 # tensor parallelism: 4 messages, which weight gradients hide in backward
 forward.matmuls               | tp=2 | GRADIENTS
@@ -129,7 +124,6 @@ backward.cp                   | cp=2 | 128 / 50 + 1
 forward.cp                    | cp=2 cp_engine=ulysses | 4 * (0.5 * 64 / 50 + 1.1)
 # what backward runs again: all but down, or q, k, v and attention
 repeated.matmuls              | tp=2 recompute=full | GRADIENTS - 2.816
-repeated.tp                   | tp=2 recompute=full | 2 * t
 repeated.tp                   | tp=2 sp=true recompute=full | 3 * t
 sum(repeated)                 | tp=2 recompute=selective | 2.816 + 512 / 250
 sum(repeated)                 | tp=2 sp=true recompute=selective | 2.816 + 512 / 250 + t
@@ -143,7 +137,6 @@ step.head                     | depths=2 tp=2 | 3 * (1920 / 500 + 2 * 352 / 500)
 step.head                     | depths=2 tp=2 sp=true | 3 * (1920 / 500 + 2 * 352 / 500) + 960 / 500 + 6 * (1024 / 500 + 2 * 224 / 500)
 step.head_messages            | depths=2 tp=2 | 6 * t
 step.load(FOUR).parameters    | depths=2 | 4 * LAYER + 160 + 2 * 128
-step.load(FIRST).parameters   | depths=2 | LAYER + 80
 # parameters, accumulation, optimizer
 step.load(WHOLE).parameters   |  | ALL
 step.load(WHOLE).parameters   | tp=2 | ALL / 2
@@ -153,6 +146,7 @@ step.accumulation(WHOLE)      | m=2 | (2 + 2 * 4) * ALL / 500
 step.accumulation(WHOLE)      | m=2 dp=2 sharding=parameters | 0
 step.optimizer(WHOLE)         |  | (30 + 4) * ALL / 500
 step.optimizer(WHOLE)         | dp=2 sharding=parameters | (30 / 2 + 4) * ALL / 500
+step.load(WHOLE).backward     | recompute=full | 2 * (sum(backward) + sum(repeated)) + 2 / 3 * step.head
 # gradients of data parallelism: what the last backward does not hide
 step.gradients(WHOLE)         | dp=2 hides_dp=false | 2 * reduce
 step.gradients(WHOLE)         | dp=2 latency=90.0 | 2 * (reduce + 89) - step.load(WHOLE).backward
@@ -166,6 +160,7 @@ our.layers_in_8_bits          | fp8=true fp8_skip=1 depths=1 num_hidden_layers=4
 # sharded parameters: a layer's compute hides its messages, not the first and the last
 step.gathers(False, 10, 30)   | dp=2 sharding=parameters | sum(of_layer) + of_layer[0] - 40
 step.each_reduction(WHOLE)    | dp=2 sharding=parameters | sum(of_layer) + ends
+step.micro_batch(WHOLE)["dp"] | dp=2 sharding=parameters latency=90.0 | 2 * (2 * of_layer[0] + of_layer[1] + 3 * 89 - sum(forward) - sum(backward)) + sum(of_layer) + ends + 3 * 89
 # shared in each of two nodes of 4: then a rank's quarter is summed with the other node's
 step.reduce_scatter(step.load(ONE).groups) | dp=8 sharding=parameters shares_in_node=true | 0.75 * 4 * LAYER / 50 + 1.3 + 2 * (0.5 * LAYER / 10 + 1.1)
 # reduced once a step
@@ -209,7 +204,6 @@ step.optimizer(MIXED)         | mixture dp=2 ep=2 sharding=optimizer | (30 * (11
 # the bubble: (p - 1) micro-batches of a balanced pipeline; two chunks halve it
 parts["bubble"]               | pp=2 m=4 | busy(HALF)
 predicted.pipeline            | pp=2 m=4 | 5 * busy(HALF)
-predicted.bubble              | pp=2 m=4 | 1 / 5
 predicted.step                | pp=2 m=4 | 5 * busy(HALF) + parts["optimizer"]
 parts["bubble"]               | pp=2 m=4 pp_engine=interleaved pp_chunks=2 | busy(HALF) / 2
 # with equal layers, the last rank has the head besides, and sets the pace

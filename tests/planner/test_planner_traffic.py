@@ -56,6 +56,7 @@ MODELS = {
 MODELS |= {
     "experts": EXPERTS,
     "shared": EXPERTS | SHARED,
+    "all": EXPERTS | {"num_experts_per_tok": 4},
     "depths": {"num_nextn_predict_layers": 2, "num_hidden_layers": 5},
 }
 
@@ -73,6 +74,7 @@ dp=3 tp=2 sharding=layerwise optimizer=muon dtype=bfloat16
 dp=4 tp=2 ep=2 etp=2 padded sharding=optimizer optimizer=muon model=shared
 dp=2 ep=2 padded moe_global_aux_loss_coeff=0.1 model=experts
 tp=2 dp=2 ep=2 etp=2 padded recompute=full model=shared
+dp=2 ep=2 model=all
 tp=2 cp=2 ep=4 sp=true padded recompute=full model=experts
 dp=4 tp=2 ep=2 etp=2 ep_engine=allgather sharding=parameters recompute=full model=shared
 dp=2 pp=2 cp=2 sharding=optimizer m=3 model=tied
