@@ -110,7 +110,7 @@ def test_a_file_is_checked_for_any_number_of_processes(create, capsys):
     with pytest.raises(SystemExit, match="2"):  # nothing is skipped
         main(["--check", str(PATH), "--dp", "2"])
     assert f"processes        {4 * MOST_PROCESSES} = " in capsys.readouterr().out
-    PATH.write_text('{"training": {"sed": 1}, "model": {"name": "nowhere"}}')
+    PATH.write_text('{"training": {"sed": 1}, "model": {"nam": "tiny"}}')
     assert main(["--check", str(PATH)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     PATH.unlink()
