@@ -16,6 +16,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from picotron_min.costs import layers_of_stages
+from picotron_min.extensions.experts.mixture import EXPERT
 from picotron_min.extensions.optimizers.whole_matrices import Batch, batches
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.extensions.sharding.rows import lay_out, shard_of, windows
@@ -161,36 +162,50 @@ def _unit(
     sizes: Mapping[str, int],
 ) -> Unit:
     parts, sharded, rows, elements = [], defaultdict(dict), {}, Counter()
-    for name in names:
+    for i, name in enumerate(names):  # some names are there more than once: see _alike
         slices = part(shapes[name], table[name].cuts, places, sizes)
         shape = [s.stop - s.start for s in slices]
         if mine := math.prod(shape):
             parts.append(Part(mine, table[name]))
             kind = "hidden" if table[name].is_hidden_matrix else "others"
             if shard := shard_of(table[name]):  # of experts: over fewer ranks
-                sharded[shard.axis][name], kind = shape, f"sharded_{kind}"
+                sharded[shard.axis][i], kind = shape, f"sharded_{kind}"
             elements[kind] += mine
     for axis, matrices in sharded.items():
-        shards = {name: shard_of(table[name]) for name in matrices}
+        shards = {i: shard_of(table[names[i]]) for i in matrices}
         rows[axis] = lay_out(matrices, shards, sizes[axis])[1]
     return Unit(parts, rows, elements, is_end=names[0] in (EMBEDDING, NORM, HEAD))
 
 
 @lru_cache(maxsize=16)
 def _table(
-    c: ModelConfig, layout: Layout, seq_length: int
-) -> tuple[dict[str, tuple[int, ...]], Table, dict[int, list[str]]]:
+    model_config: ModelConfig, layout: Layout, seq_length: int
+) -> tuple[dict[str, tuple[int, ...]], Table, list[tuple[str, ...]]]:
     """Shapes and placements by name, and the names of each layer."""
-    shapes, names = _shapes(c)
-    num_layers = layers_of_stages(c, layout, seq_length) if layout.sharding == "layerwise" else ()
-    return shapes, placements(shapes, layout, c.tie_word_embeddings, num_layers), names
+    has_owners = layout.sharding == "layerwise"  # then a matrix is not placed as others like it
+    shapes, names = _alike(model_config, 0 if has_owners else layout.ep)
+    num_layers = layers_of_stages(model_config, layout, seq_length) if has_owners else ()
+    table = placements(shapes, layout, model_config.tie_word_embeddings, num_layers)
+    return shapes, table, names
 
 
-@lru_cache(maxsize=16)
-def _shapes(c: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[int, list[str]]]:
-    """Shapes by name, and the names of each layer."""
-    shapes, names = c.parameter_shapes(), defaultdict(list)
-    for name in shapes:
-        if name.startswith("model.layers."):
-            names[int(name.split(".")[2])].append(name)
-    return shapes, names
+@lru_cache(maxsize=64)
+def _alike(c: ModelConfig, ep: int) -> tuple[dict[str, tuple[int, ...]], list[tuple[str, ...]]]:
+    """Shapes by name, and the names of each layer; all of them if `ep` is 0.
+
+    Else one layer stands for all of its kind, and in it one expert for all of an ep rank: its names
+    are there as often as the rank has experts. So tables of large mixtures are as short as others.
+    """
+    shapes, X, layers, of_kind = c.parameter_shapes(), c.num_local_experts, [], {}
+
+    def stand_in(name: str) -> str:
+        return EXPERT.sub(lambda e: f".experts.{int(e[1]) * ep // X}.", name) if ep else name
+
+    for i in range(c.num_layers):
+        kind = tuple(c.mlp_shapes(i).items()) if ep else i
+        if kind not in of_kind:
+            names = (name for name in shapes if name.startswith(f"model.layers.{i}."))
+            of_kind[kind] = tuple(map(stand_in, names))
+        layers.append(of_kind[kind])
+    kept = {*chain(*layers), EMBEDDING, HEAD, NORM}
+    return {name: shape for name, shape in shapes.items() if name in kept}, layers

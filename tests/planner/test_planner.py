@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from picotron_min.planner.__main__ import build_parser, main
-from picotron_min.planner.config_files import config_of, cpu, fixed_choices, gpu_of
+from picotron_min.planner.config_files import config_of, cpu, gpu_of
 from picotron_min.planner.memory import gigabytes
 from picotron_min.planner.search import search
 from picotron_min.runtime.config import Config
@@ -202,11 +202,6 @@ def test_ranks_share_the_cores_of_a_cpu():
     one, two, four = (cpu(cores=2, ranks=n) for n in (1, 2, 4))
     assert two.peaks["float32"] == 2 * four.peaks["float32"] and two.hbm == 2 * four.hbm
     assert one.peaks == two.peaks
-
-
-def test_a_fixed_choice_cannot_nest_without_end():
-    with pytest.raises(ValueError, match="must be a valid integer"):
-        fixed_choices("tp=" + "[" * 10**5)
 
 
 def test_docs_name_commands_that_there_are():
