@@ -184,11 +184,17 @@ def assert_same(ours: Run, theirs: Run, atol: float = 1e-10) -> None:
 
 
 def on_one_rank(config: Config) -> Config:
-    """The same training in its plainest form: one rank, one micro-batch."""
-    raw = config.model_dump(by_alias=True)
+    """The same training in its plainest form: one rank, and one micro-batch if losses allow it."""
+    raw, t = config.model_dump(by_alias=True), config.training
+    count = 1
+    if t.moe_aux_loss_coeff or t.moe_expert_capacity_factor:  # of a micro-batch of one rank
+        count = config.distributed.dp_size * t.gradient_accumulation_steps
+    elif t.moe_global_aux_loss_coeff:  # of a step so far, in which the ranks are together
+        count = t.gradient_accumulation_steps
     raw["distributed"] = {"use_cpu": True}
     raw["model"] |= {"recompute": "none", "offload": 0, "compile": False}
-    raw["training"] |= {"micro_batch_size": config.global_batch, "gradient_accumulation_steps": 1}
+    raw["training"] |= {"gradient_accumulation_steps": count}
+    raw["training"] |= {"micro_batch_size": config.global_batch // count}
     return Config.model_validate(raw)
 
 
