@@ -133,7 +133,7 @@ sharding: dp=2 cp=2 pp=2 m=4 engine=zb_v sharding=parameters model=tied
 """
 
 
-@pytest.mark.parametrize("text", lines(CORE, EXTENSIONS))
+@pytest.mark.parametrize("text", lines(CORE, EXTENSIONS), ids=str)
 def test_n_ranks_train_the_same_model_as_one(pool, text):
     assert_trains_as_one_rank(pool, *row(text))
 
