@@ -153,13 +153,6 @@ def test_the_second_moment_follows_smaller_gradients_and_freezes_where_it_is_ref
 
 
 NARROW = {"moments": "bfloat16"}
-RESUMED = [{"tp": 2}, {"pp": 2, "tied": True}, {"dp": 2, "sharding": "layerwise"}]
-
-
-@pytest.mark.parametrize("layout", RESUMED, ids=str)
-def test_a_resumed_run_is_bit_identical(pool, tmp_path, layout):
-    config = test_checkpoint.make_config(optimizer="muon", **NARROW, **layout)  # and AdamW
-    pool.run(config.world_size, test_checkpoint.resume_run, tmp_path, config, None)
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "tp": 2}, {"pp": 2, "cp": 2}], ids=str)

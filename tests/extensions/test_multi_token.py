@@ -34,15 +34,11 @@ from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import hardware_flops_per_token
 from picotron_min.runtime.hugging_face import find_weights, layers_left_out
 from picotron_min.runtime.tokenizer import BytesTokenizer
-from tests import fuzz
 from tests.assembled import (
     MODEL,
-    Run,
-    assert_same,
     assert_trains_as_one_rank,
     make_config,
     make_training,
-    whole_run,
 )
 from tests.core.test_model import norm_in_own_dtype
 from tests.runtime.test_hugging_face_experts import InFloat64
@@ -186,22 +182,6 @@ V = {"engine": "zb_v", "chunks": 2, "pp": 2, "micro_batches": 2}
 def test_n_ranks_equal_one(pool, tied, layout):
     config = make_config(**layout)
     assert_trains_as_one_rank(pool, config, DEPTHS.override(tie_word_embeddings=tied))
-
-
-def resumed(config: Config, model_config: ModelConfig, steps: int, folder: Path) -> Run:
-    fuzz.train_and_save(config, model_config, fuzz.STEPS, folder)
-    return fuzz.load_and_train(config, model_config, steps, folder)
-
-
-def test_a_resumed_run_is_the_same_and_so_in_another_layout(pool, tmp_path):
-    config, c = make_config(pp=2, tp=2, layers=2), DEPTHS
-    whole = whole_run(pool, config, c, 2 * fuzz.STEPS)
-    last = {key: getattr(whole, key)[-fuzz.STEPS :] for key in ("losses", "norms", "further")}
-    expected = whole._replace(**last)
-    again = partial(resumed, folder=tmp_path)
-    assert_same(whole_run(pool, config, c, 2 * fuzz.STEPS, again), expected, atol=0.0)
-    other, load = make_config(cp=2, dp=2, layers=2), partial(fuzz.load_and_train, folder=tmp_path)
-    assert_same(whole_run(pool, other, c, 2 * fuzz.STEPS, load, atol=1e-10), expected)
 
 
 # transformers' own prediction layers: what goes out is what it computes, and writes text with.

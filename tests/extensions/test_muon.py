@@ -15,7 +15,6 @@ from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime.config import Config
 from tests import assembled
 from tests.assembled import assert_trains_as_one_rank
-from tests.core import test_checkpoint
 from tests.core.test_costs import GQA, planned
 from tests.extensions.test_experts import MODELS, make_expert_config
 
@@ -171,23 +170,6 @@ def test_a_rank_sends_its_part_there_and_gets_it_back(pool, sharding, axis, n):
     each_way = 8 * hidden / n * (n - 1) / n  # float64
     for sent in pool.run(4, exchanged_in_a_step, config):
         assert {name: bytes for name, bytes in sent.items() if bytes} == {axis: 2 * each_way}
-
-
-def test_a_resumed_run_with_muon_is_bit_identical(pool, tmp_path):
-    """After a skipped step; other layouts are in test_adamw.py."""
-    options = {"dp": 2, "fused": False, "dtype": "bfloat16"}
-    config = test_checkpoint.make_config(optimizer="muon", **options)
-    pool.run(2, test_checkpoint.resume_run, tmp_path, config, 1)
-
-
-@pytest.mark.parametrize("saved,resumed", [("dp2", "tp2"), ("tp4", "pp2-afab"), ("pp4", "one")])
-def test_any_layout_resumes_from_any_other_with_muon(pool, tmp_path, saved, resumed):
-    def config_of(name: str) -> Config:
-        config = test_checkpoint.of_layout(name)
-        training = config.training.model_copy(update={"optimizer": "muon"})
-        return config.model_copy(update={"training": training})
-
-    test_checkpoint.assert_resumes(pool, tmp_path, config_of(saved), config_of(resumed))
 
 
 def test_muon_needs_one_state_a_hidden_matrix():

@@ -3,7 +3,6 @@
 import itertools
 import math
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -175,47 +174,6 @@ def test_two_ranks_train_to_the_same_bits_as_without_sharding(pool, sharding, dt
     assert all(ours == losses for ours, _, _ in ranks)
     for name, (_, weight) in expected.items():
         assert np.array_equal(weights[name], weight), name
-
-
-# Checkpoints.
-
-RESUMED = {
-    "dp2-bfloat16": {"dp": 2, "dtype": "bfloat16"},
-    "dp3-tied": {"dp": 3, "tied": True},
-    "cp2-tp2": {"cp": 2, "tp": 2},
-    "dp2-pp2-tied": {"dp": 2, "pp": 2, "tied": True},
-}
-
-
-@pytest.mark.turns(2, 5)
-@pytest.mark.parametrize("sharding", MODES)
-@pytest.mark.parametrize("layout", RESUMED)
-def test_a_resumed_run_is_bit_identical(pool, tmp_path, layout, sharding):
-    config = test_checkpoint.make_config(sharding=sharding, **RESUMED[layout])
-    pool.run(config.world_size, test_checkpoint.resume_run, tmp_path, config, None)
-
-
-PAIRS = [
-    ("one", "dp4-optimizer"),
-    ("dp4-optimizer", "one"),
-    ("dp2-pp2-tp2-optimizer", "cp4-ulysses-optimizer"),
-    ("dp2-tp2-optimizer", "tp4"),
-    ("tp4", "dp2-tp2-optimizer"),
-    ("dp2-tp2-optimizer", "dp4"),
-    ("pp2-cp2-tp2-optimizer", "dp2-gradients"),
-    ("dp4-layerwise", "dp2-pp2-tp2-parameters"),
-    ("dp2-tp2-parameters", "dp4-layerwise"),
-    ("dp2-gradients", "tp2"),
-    *pairwise(f"dp2-tp2-{mode}" for mode in (*MODES, MODES[0])),
-]
-
-
-@pytest.mark.turns(2, 5)
-@pytest.mark.parametrize("saved,resumed", PAIRS)
-def test_any_sharding_resumes_from_any_other(pool, tmp_path, saved, resumed):
-    model = ("untied", "tied")[PAIRS.index((saved, resumed)) % 2]
-    layouts = (test_checkpoint.of_layout(name, model) for name in (saved, resumed))
-    test_checkpoint.assert_resumes(pool, tmp_path, *layouts)
 
 
 def save_evaluate_and_export(folder: Path, config: Config) -> None:
