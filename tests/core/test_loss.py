@@ -33,8 +33,9 @@ def close(ours, theirs, atol=1e-12):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("stripe_rows", [1, 7, 23, 1000])
-@pytest.mark.parametrize("form", [lambda loss: loss, lambda loss: 0.3 * loss, torch.square])
+@pytest.mark.quick
+@pytest.mark.parametrize("stripe_rows", [1, 7, 1000])
+@pytest.mark.parametrize("form", [lambda loss: 0.3 * loss, torch.square])
 def test_head_loss_and_its_gradients_equal_torch(stripe_rows, form, monkeypatch):
     monkeypatch.setitem(STRIPE_ROWS, "cpu", stripe_rows)
     x, weight, targets = inputs()
@@ -47,12 +48,6 @@ def test_head_loss_and_its_gradients_equal_torch(stripe_rows, form, monkeypatch)
     for a, b in zip(of_ours, of_theirs, strict=True):
         close(a, b, atol=1e-10)
     assert all(map(torch.equal, (x, weight, targets), before)), "inputs are not changed"
-
-
-def token_losses(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary):
-    """The loss of each token, and the gradient of their sum: x = logits, w = 1."""
-    logits = logits.detach()
-    return stripe_loss(logits, torch.eye(logits.shape[1], dtype=logits.dtype), targets, vocabulary)
 
 
 def test_the_gradient_takes_the_memory_of_the_logits():
@@ -76,7 +71,7 @@ def test_the_gradient_takes_the_memory_of_the_logits():
 def test_large_logits_do_not_overflow_and_ignored_rows_have_no_gradient():
     logits = torch.tensor([[1e4, -1e4, 0.0], [88.0, 89.0, 90.0], [3.0, 2.0, 1.0]])
     targets = torch.tensor([1, 2, IGNORE_INDEX])
-    losses, gradient = token_losses(logits, targets, Vocabulary())
+    losses, gradient = stripe_loss(logits, torch.eye(3), targets, Vocabulary())
     close(losses, F.cross_entropy(logits, targets, reduction="none"), atol=1e-5)
     assert gradient.isfinite().all() and gradient[2].abs().sum() == 0
 
@@ -111,30 +106,30 @@ def reduced(x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
     return x
 
 
-def split_losses(stripe_rows: int) -> list[float]:
-    """The largest differences of a rank's slice from the whole computed by torch."""
+def split_losses(stripe_rows: int, scale: float) -> list[float]:
+    """The largest relative differences of a rank's slice from the whole computed by torch."""
     x, weight, targets = inputs()
+    weight *= scale
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = torch.arange(V).chunk(size)[rank]
     reductions = (partial(reduced, op=op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
     vocabulary = Vocabulary(rows[0].item(), *reductions)
     x.requires_grad_(), weight.requires_grad_()
-    logits = x @ weight.T
-    theirs = F.cross_entropy(logits, targets, reduction="none")
-    dx, dw = gradients(theirs.sum().square(), x, weight)
-
+    theirs = F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    dx, dw = gradients(theirs.square(), x, weight)
     mine = weight.detach()[rows].requires_grad_()
     with mock.patch.dict(STRIPE_ROWS, cpu=stripe_rows):
         loss = head_loss(x, mine, targets, partial(stripe_loss, vocabulary=vocabulary))
     my_dx, my_dw = gradients(loss.square(), x, mine)
     dist.all_reduce(my_dx)
-
-    ours, _ = token_losses(logits[:, rows], targets, vocabulary)
-    pairs = [(loss, theirs.sum()), (my_dx, dx), (my_dw, dw[rows]), (ours, theirs)]
-    return [(a - b).abs().max().item() for a, b in pairs]
+    pairs = [(loss, theirs), (my_dx, dx), (my_dw, dw[rows])]
+    return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs]
 
 
-@pytest.mark.parametrize("size,stripe_rows", [(2, 1000), (3, 5), (4, 5)])
-def test_a_split_vocabulary_gives_the_same_losses_and_gradients(pool, size, stripe_rows):
-    for differences in pool.run(size, split_losses, stripe_rows):
+# In the last row exp would overflow, and after a sum of maxima underflow.
+@pytest.mark.parametrize(
+    "size,stripe_rows,scale", [(2, 1000, 1.0), (3, 5, 1.0), (4, 5, 1.0), (4, 1000, 1e4)]
+)
+def test_a_split_vocabulary_gives_the_same_loss_and_gradients(pool, size, stripe_rows, scale):
+    for differences in pool.run(size, split_losses, stripe_rows, scale):
         assert max(differences) < 1e-10

@@ -11,19 +11,15 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.pipeline_parallel import my_stages
 from picotron_min.pipeline_schedule import Action
 from picotron_min.runtime.launch import open_communicators
-from tests.core.test_checkpoint import make_config, make_training
+from tests.assembled import make_training
 from tests.nccl_like import nccl_like
 from tests.pool import RankFailed
+from tests.rows import row
 from tests.training import Training
 
-SEQUENCE, EMBED = 16, 32  # of make_config
 
-
-def pipeline(pp: int, micro_batches: int, engine="1f1b", chunks=1, **more) -> Training:
-    schedule = {"pp_engine": engine, "pp_chunks": chunks}
-    return make_training(
-        make_config(pp=pp, gradient_accumulation_steps=micro_batches, **schedule, **more)
-    )
+def pipeline(text: str) -> Training:
+    return make_training(*row(f"core: {text}"))
 
 
 def test_a_rank_has_the_stages_where_its_schedule_places_them():
@@ -35,22 +31,33 @@ def test_a_rank_has_the_stages_where_its_schedule_places_them():
     assert second == [(range(3, 5), False, False), (range(5, 7), False, False)]
 
 
-def reads(pp: int, chunks: int) -> int:
-    training = pipeline(pp, 4, "interleaved", chunks, model={"num_hidden_layers": 8})
+def a_step(text: str) -> tuple[int, int, float]:
+    """Reads of the data, and messages sent with their bytes."""
+    training = pipeline(text)
     read, calls = training.data.batch, []
     training.data.batch = lambda step, i: calls.append(i) or read(step, i)
     training.step(0)
-    return len(calls)
+    ledger = training.axes.pp.ledger
+    return len(calls), ledger.calls["send"], ledger.bytes["send"]
 
 
-def test_each_forward_reads_its_batch_without_a_message(pool):
-    assert pool.run(4, reads, 4, 1) == [4] * 4
-    assert pool.run(4, reads, 4, 2) == [8] * 4
+@pytest.mark.parametrize(
+    "text", ["pp=2 m=4", "pp=2 m=4 engine=afab", "pp=4 m=2 engine=interleaved"]
+)
+def test_each_forward_reads_its_batch_and_a_boundary_costs_one_message_each_way(pool, text):
+    config, model = row(f"core: {text}")
+    m, pp, chunks = config.workload.num_micro_batches, config.layout.pp, config.layout.pp_chunks
+    activation = 8 * config.training.micro_batch_size * 16 * model.hidden_size  # in float64
+    steps = pool.run(pp, a_step, text)
+    boundaries = pp * chunks - 1
+    assert [reads for reads, *_ in steps] == [m * chunks] * pp
+    assert sum(sent for _, sent, _ in steps) == 2 * m * boundaries
+    assert all(sent_bytes == sent * activation for _, sent, sent_bytes in steps)
 
 
 def outputs_alive_when_backward_begins() -> int:
     """In AFAB, after eight forwards: how many of their results are still in memory."""
-    training = pipeline(2, 8, "afab")
+    training = pipeline("pp=2 m=8 engine=afab")
     outputs, alive = [], []
     training.chunks[0].model.register_forward_hook(
         lambda module, inputs, out: outputs.append(weakref.ref(out))
@@ -72,24 +79,8 @@ def test_an_activation_is_let_go_once_it_is_sent(pool):
     assert pool.run(2, outputs_alive_when_backward_begins)[0] <= 1
 
 
-def ledger_of_a_step(engine: str, chunks: int) -> tuple[dict, dict]:
-    training = pipeline(2, 4, engine, chunks, model={"num_hidden_layers": 8})
-    training.step(0)
-    ledger = training.axes.pp.ledger
-    return dict(ledger.calls), dict(ledger.bytes)
-
-
-@pytest.mark.parametrize("engine,chunks", [("1f1b", 1), ("afab", 1), ("interleaved", 2)])
-def test_a_boundary_costs_one_activation_and_one_gradient_a_micro_batch(pool, engine, chunks):
-    activation = 4 * 2 * SEQUENCE * EMBED
-    boundaries = 2 * chunks - 1  # each is crossed forward from one rank, backward from the other
-    for calls, sent in pool.run(2, ledger_of_a_step, engine, chunks):
-        assert calls["send"] == 4 * boundaries
-        assert sent["send"] == 4 * boundaries * activation
-
-
 def loss_of_a_tied_step(opens: bool) -> float:
-    training = pipeline(2, 2, dp=2, tied=True)
+    training = pipeline("dp=2 pp=2 m=2 model=tied")
     with nccl_like(seconds=2.0):
         if opens:
             open_communicators(training.axes)
@@ -98,7 +89,7 @@ def loss_of_a_tied_step(opens: bool) -> float:
 
 @pytest.mark.parametrize("opens", [False, True], ids=["first use", "opened at the start"])
 def test_a_pipeline_with_tied_embeddings_runs_where_first_use_blocks(pool, opens):
-    assert pool.run(4, loss_of_a_tied_step, opens) == [pytest.approx(5.5, abs=0.2)] * 4
+    assert pool.run(4, loss_of_a_tied_step, opens) == [pytest.approx(4.1, abs=0.2)] * 4
 
 
 def sum_the_ends_during_backward() -> None:
