@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
@@ -18,7 +17,6 @@ from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.overlap.linear import linears
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
-from picotron_min.layout import STRIPE_ROWS
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import RankMemory, memory_per_rank
@@ -141,7 +139,7 @@ def saved_by_a_layer(build: Callable[[int], Llama], dtype: str) -> float:
     return (saved[1] - saved[0]) / (B * S)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model_config", [WIDE, *MIXTURES.values()], ids=["dense", *MIXTURES])
 def test_activations_of_a_layer_are_what_torch_saves(model_config, recompute, dtype):
@@ -150,89 +148,3 @@ def test_activations_of_a_layer_are_what_torch_saves(model_config, recompute, dt
     )
     planned = saved_per_token(model_config, dtype, recompute, Layout(), 0)
     assert planned == pytest.approx(measured, rel=0.01)
-
-
-@pytest.mark.parametrize("model_config", SHAPES.values(), ids=SHAPES)
-def test_memory_of_one_rank_is_what_torch_keeps(model_config):
-    memory = planned(model_config, seq_length=S, micro_batch_size=B)
-    assert memory.weights == memory.gradients == 4 * costs.parameter_count(model_config)
-    assert memory.optimizer_state == 2 * memory.weights
-    measured = saved_bytes(build(model_config, "none"), "float32", *batch(model_config))
-    assert memory.activations == pytest.approx(measured, rel=0.15)
-
-
-def test_memory_of_the_loss_is_a_stripe_of_logits_and_what_it_keeps_for_backward():
-    kept = build(GQA, "none")(*batch(GQA)).grad_fn
-    memory = planned(GQA, seq_length=S, micro_batch_size=B)
-    assert min(STRIPE_ROWS.values()) > B * S
-    assert memory.loss == kept.dx.nbytes + kept.dw.nbytes + 4 * B * S * GQA.vocab_size
-    V, E, tokens = GQA.vocab_size, GQA.hidden_size, 8192
-    for device, rows in STRIPE_ROWS.items():
-        plan = partial(planned, GQA, seq_length=tokens, device=device)
-        assert plan().loss == 4 * V * rows + 4 * V * E + 4 * tokens * E
-        assert plan(dtype="bfloat16").loss == (4 + 2) * V * rows + 4 * V * E + 2 * tokens * E
-
-
-@pytest.mark.parametrize(
-    "vocab_size,recompute,dtype",
-    [
-        (256, "none", "float32"),
-        (256, "full", "bfloat16"),
-        (8192, "selective", "float32"),
-        (8192, "none", "bfloat16"),
-    ],
-)
-def test_the_fullest_moment_of_a_step_is_as_full_as_planned(vocab_size, recompute, dtype):
-    """With the larger vocabulary that is in the loss, else while a layer is brought back."""
-    model_config = GQA.override(vocab_size=vocab_size, num_hidden_layers=3)
-    model = build(model_config, recompute)
-    tokens, positions = torch.randint(vocab_size, (1, 1024)), torch.arange(1024)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with MemTracker() as tracker:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = model(tokens, positions, tokens)
-        loss.backward()
-    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    plan = partial(planned, model_config, seq_length=1024, dtype=dtype, device="cpu")
-    memory = plan(recompute=recompute, optimizer="sgd")
-    assert memory.total == pytest.approx(peak, rel=0.08)  # gradients on their way are not planned
-
-
-def test_layouts_divide_what_they_should():
-    model_config = find_preset("Llama-2-7B")
-    one = planned(model_config, seq_length=4096)
-    tp = planned(model_config, seq_length=4096, tp=4)
-    norms = 65 * 4096 * 4
-    assert tp.weights - norms == (one.weights - norms) / 4
-    heads_and_mlp = 32 * 4 * (4 * 4096 + 4 * 11_008) * 4096
-    assert one.activations - tp.activations == heads_and_mlp * 3 / 4
-    sp = planned(model_config, seq_length=4096, tp=4, sequence_parallel=True)
-    assert one.activations / 4 < sp.activations < tp.activations
-    cp = planned(model_config, seq_length=4096, cp=4)
-    assert cp.activations == one.activations / 4
-    assert cp.weights == one.weights
-    bf16 = planned(model_config, seq_length=4096, dtype="bfloat16", optimizer="sgd")
-    assert bf16.weights == one.weights + costs.model_flops_per_token(model_config, 0) // 3
-    assert bf16.optimizer_state == 0
-
-
-def test_the_fullest_stage_is_planned():
-    # a huge vocabulary makes the last stage the fullest, although the first keeps more alive
-    memory = planned(GQA.override(vocab_size=100_000), seq_length=S, pp=2, num_micro_batches=4)
-    layer = costs.parameter_count(GQA) - costs.parameter_count(GQA.override(num_hidden_layers=1))
-    assert memory.weights == 4 * (layer + 128 + 100_000 * 128) and memory.loss > 0
-
-
-@pytest.mark.parametrize(("engine", "live"), [("1f1b", 1), ("afab", 8)])
-def test_activations_grow_with_the_micro_batches_that_are_alive(engine, live):
-    def plan(micro_batches):
-        return planned(GQA, seq_length=S, num_micro_batches=micro_batches, pp_engine=engine)
-
-    assert plan(8).activations == live * plan(1).activations
-    # An activation of a chunk is that of a part of the rank's layers only.
-    four = partial(planned, GQA.override(num_hidden_layers=4), seq_length=S, pp=2, pp_engine="afab")
-    in_chunks = four(pp_chunks=2, pp_layers=(1, 1, 1, 1), num_micro_batches=8)
-    assert in_chunks == four(pp_layers=(2, 2), num_micro_batches=8)
-    head_and_input = 4 * GQA.hidden_size * (GQA.vocab_size + S)
-    assert plan(8).loss - plan(1).loss == (live - 1) * head_and_input

@@ -16,7 +16,7 @@ from picotron_min.placement import Placement
 CONFIG = ModelConfig(61, 32, 48, 2, 4, 2)
 
 
-def make_model(dtype: torch.dtype, tied: bool = False) -> Llama:
+def make_model(dtype: torch.dtype = torch.float64, tied: bool = False) -> Llama:
     torch.manual_seed(0)
     model = Llama(CONFIG.override(tie_word_embeddings=tied)).to(dtype)
     for parameter in model.parameters():
@@ -34,65 +34,49 @@ def dp_axis() -> Axis:
     return build_axes(torch.device("cpu"), Layout(dp=dist.get_world_size())).dp_cp
 
 
-def make_buckets(model: nn.Module, axis: Axis, bucket_bytes: int = 10**7) -> GradientBuckets:
-    return GradientBuckets(dict(model.named_parameters()), axis, bucket_bytes=bucket_bytes)
+def make_buckets(model: nn.Module, bucket_bytes: int = 10**7) -> GradientBuckets:
+    return GradientBuckets(dict(model.named_parameters()), dp_axis(), bucket_bytes=bucket_bytes)
 
 
-def difference_to_naive(tied: bool, bucket_bytes: int) -> float:
-    """To one blocking all-reduce per parameter after backward."""
-    axis, largest = dp_axis(), 0.0
-    naive, model = make_model(torch.float64, tied), make_model(torch.float64, tied)
-    buckets = make_buckets(model, axis, bucket_bytes)
+def difference_to_naive(tied: bool, bucket_bytes: int) -> tuple[float, int, int, float]:
+    """To one blocking all-reduce per parameter after backward; and what a step sends."""
+    naive, model, largest = make_model(tied=tied), make_model(tied=tied), 0.0
+    buckets = make_buckets(model, bucket_bytes)
+    ledger = buckets.axis.ledger
     for step in range(2):
         naive.zero_grad()
         buckets.begin(3)
+        ledger.calls.clear(), ledger.bytes.clear()
         for micro_batch in range(3):
+            assert ledger.calls["all_reduce"] == 0, "sent before the last micro-batch"
             backward(naive, 10 * step + micro_batch)
             backward(model, 10 * step + micro_batch)
         for parameter in naive.parameters():
-            dist.all_reduce(parameter.grad, group=axis.group)
+            dist.all_reduce(parameter.grad, group=buckets.axis.group)
         buckets.wait()
         for ours, theirs in zip(model.parameters(), naive.parameters(), strict=True):
             assert ours.grad.abs().max() > 0
             largest = max(largest, (ours.grad - theirs.grad).abs().max().item())
-    return largest
+    sent = ledger.bytes["all_reduce"] / sum(p.numel() for p in model.parameters())
+    return largest, ledger.calls["all_reduce"], len(buckets.buckets), sent
 
 
 @pytest.mark.parametrize(
-    "world_size,bucket_bytes,tied",
-    [(1, 20_000, True), (2, 1, True), (3, 20_000, False), (8, 10**9, True), (4, 20_000, True)],
+    "n,bucket_bytes,tied",
+    [(1, 20_000, True), (2, 1, True), (3, 20_000, False), (4, 10**9, True), (8, 20_000, True)],
 )
-def test_buckets_equal_one_all_reduce_per_parameter(pool, world_size, bucket_bytes, tied):
-    assert max(pool.run(world_size, difference_to_naive, tied, bucket_bytes)) < 1e-10
-
-
-def ledger_of_a_step(num_micro_batches: int) -> tuple[int, float, int, int]:
-    axis, model = dp_axis(), make_model(torch.float32)
-    buckets = make_buckets(model, axis, 20_000)
-    buckets.begin(num_micro_batches)
-    for micro_batch in range(num_micro_batches):
-        if micro_batch == num_micro_batches - 1:
-            assert axis.ledger.calls["all_reduce"] == 0, "sent before the last micro-batch"
-        backward(model, micro_batch)
-    buckets.wait()
-    parameters = sum(p.numel() for p in model.parameters())
-    ledger = axis.ledger
-    return ledger.calls["all_reduce"], ledger.bytes["all_reduce"], len(buckets.buckets), parameters
-
-
-@pytest.mark.parametrize("world_size,num_micro_batches", [(2, 1), (4, 3)])
-def test_a_step_sends_each_gradient_once(pool, world_size, num_micro_batches):
-    ledgers = pool.run(world_size, ledger_of_a_step, num_micro_batches)
-    for calls, sent, num_buckets, parameters in ledgers:
-        assert calls == num_buckets > 3
-        assert sent == 2 * (world_size - 1) / world_size * 4 * parameters
+def test_buckets_equal_one_all_reduce_per_parameter_and_send_each_gradient_once(
+    pool, n, bucket_bytes, tied
+):
+    for largest, calls, count, sent in pool.run(n, difference_to_naive, tied, bucket_bytes):
+        assert largest < 1e-10 and (count > 3) == (bucket_bytes < 10**9)
+        assert n == 1 or (calls == count and sent == pytest.approx(2 * (n - 1) / n * 8))
 
 
 def names_when_buckets_start() -> list[list[str]]:
     """For each bucket: the parameters whose gradients had not arrived when it was sent."""
-    model = make_model(torch.float32)
-    buckets = make_buckets(model, dp_axis(), 20_000)
-    missing_when_started = []
+    model, missing_when_started = make_model(), []
+    buckets = make_buckets(model, 40_000)
     start = buckets._start_complete_buckets
 
     def observe():
@@ -117,9 +101,9 @@ def test_buckets_are_sent_while_backward_still_runs(pool):
 
 
 def missing_gradients() -> list[str]:
-    model, messages = make_model(torch.float32), []
-    model.unused = nn.Linear(3, 3)
-    buckets = make_buckets(model, dp_axis())
+    model, messages = make_model(), []
+    model.unused = nn.Linear(3, 3, dtype=torch.float64)
+    buckets = make_buckets(model)
     for backwards in (1, 2):  # of two
         buckets.begin(2)
         for micro_batch in range(backwards):
@@ -128,7 +112,7 @@ def missing_gradients() -> list[str]:
             buckets.wait()
         messages.append(str(error.value))
     with pytest.raises(AssertionError, match=r"unused.bias: torch.bfloat16"):
-        make_buckets(model.bfloat16(), dp_axis())
+        make_buckets(model.bfloat16())
     return messages
 
 

@@ -55,6 +55,7 @@ def test_parts_are_those_of_torch_chunk(length):
             (rows_here,) = part([length], [Cut("tp", 0)], {"tp": rank}, {"tp": size})
             expected = chunks[rank] if rank < len(chunks) else []
             assert rows[rows_here].tolist() == expected
+            assert rows_here.start <= rows_here.stop, "its length is not negative"
 
 
 def test_a_second_cut_divides_what_the_first_has_left_and_an_owner_has_all():
