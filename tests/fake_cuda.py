@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 from picotron_min.data import Batch, Batches
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.documents.attention import _borders
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.token_file import TokenFile
 from train import build_run, train_step
@@ -38,9 +38,9 @@ aten, GPU, ROOT = torch.ops.aten, torch.device("cuda", 0), Path(__file__).parent
 READS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.bincount}
 
 
-def waits_of_a_step(config: Config, rank: int) -> Counter[str]:
+def waits_of_a_step(config: Config, rank: int, model_config: ModelConfig) -> Counter[str]:
     """The lines at which a rank's host waits for its GPU in the second of two steps."""
-    model_config, layout = resolve_model(config), config.layout
+    layout = config.layout
     here = layout.coordinates(rank)
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
