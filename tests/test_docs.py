@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from picotron_min.report.schedules import write_schedules
-from tests import ring_picture
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -78,10 +77,6 @@ def test_the_picture_of_schedules_is_what_its_command_draws(tmp_path):
 def words(svg: Path) -> list[str]:
     """All but the places of things, which are another matplotlib's."""
     return re.findall(r">([^<>]*\w[^<>]*)</text>", svg.read_text())
-
-
-def test_the_picture_of_a_ring_is_what_its_command_draws():
-    assert ring_picture.picture() == (ROOT / "docs/documents.svg").read_text()
 
 
 # Names of other packages, and commands. Where "In production:" stands, all names are theirs.
