@@ -69,12 +69,6 @@ def make_training(
     return Training(config, model_config, axes, device, data, meters=meters)
 
 
-def sent_in_a_step(config: Config, model_config: ModelConfig) -> dict[str, int]:
-    training = make_training(config, model_config)
-    training.step(0)
-    return {axis.name: axis.ledger.take_bytes() for axis in training.axes}
-
-
 Parts = dict[str, tuple[tuple[slice, ...], np.ndarray]]  # where in the whole, and what is there
 
 

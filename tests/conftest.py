@@ -1,9 +1,8 @@
-"""For all tests: no network, one thread a process, the pool of ranks, quick and GPU tests."""
+"""For all tests: no network, one thread a process, the pool of ranks, and GPU tests."""
 
 import gc
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,56 +56,10 @@ def workplace(
     return Workplace(tmp_path_factory.mktemp("workplace"), shared_text, pool)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "all cases of tests where cases take turns, for half an hour"
-    parser.addoption("--all-layouts", action="store_true", help=text)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: two for the whole suite, so that one works while the other waits; else none."""
     return 0 if any(".py" in argument for argument in config.args) else 2
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all-layouts") and not any("::" in name for name in config.args):
-        waiting = those_that_wait(items)
-        items[:] = [item for item in items if item not in waiting]
-        config.hook.pytest_deselected(items=waiting)
-    for item in quick_sample(items):
-        item.add_marker(pytest.mark.quick)
-
-
-def has_turn(i: int, kept: int, of: int) -> bool:
-    return i * kept % of < kept
-
-
-def those_that_wait(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Of a test marked `turns(kept, of)` all but so many of every `of` cases, evenly spread.
-
-    `of` shares no factor with the number of values of any parameter: so all values are met.
-    """
-    cases = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("turns"):
-            cases[item.path, item.originalname].append(item)
-    waiting = []
-    for of_test in cases.values():
-        kept, of = of_test[0].get_closest_marker("turns").args
-        waiting += [item for i, item in enumerate(of_test) if not has_turn(i, kept, of)]
-    return waiting
-
-
-def quick_sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Every nineteenth case of each file, beginning with the first; none that is slow or for a GPU.
-
-    Nineteen, because parameters repeat after 2, 3, 5, 6 or 10 cases: all their values are met.
-    """
-    files = defaultdict(list)
-    for item in items:
-        if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
-            files[item.path].append(item)
-    return [item for cases in files.values() for item in cases[::19]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

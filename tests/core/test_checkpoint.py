@@ -14,11 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from picotron_min.checkpoint import parts_of_whole, training_tensors
-from picotron_min.collectives import Axis
-from picotron_min.extensions.settings import Layout
-from picotron_min.mesh import Axes, build_axes
-from picotron_min.placement import placements
+from picotron_min.checkpoint import training_tensors
+from picotron_min.mesh import build_axes
 from picotron_min.runtime import hugging_face, saver
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
@@ -247,21 +244,6 @@ def test_the_newest_checkpoints_are_kept(pool, tmp_path):
     (tmp_path / "step-final").mkdir()  # the user's own
     pool.run(1, saves, tmp_path, 2, 4)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-final"]
-
-
-def part_of_a_copy() -> None:
-    axes = build_axes(CPU, Layout())
-    gpus = Axis("tp", dist.group.WORLD, torch.device("cuda"))  # asks for no GPU
-    copies = {"model.norm.weight": torch.ones(SHAPE["hidden_size"])}
-    shapes = {name: tuple(copy.shape) for name, copy in copies.items()}
-    table = placements(shapes, Layout(), tied=False)
-    whole = parts_of_whole(copies, shapes, table, Axes(**vars(axes) | {"tp": gpus}))
-    local = whole["model.norm.weight"].to_local()
-    assert local.data_ptr() == copies["model.norm.weight"].data_ptr()
-
-
-def test_a_background_save_does_not_move_its_copies_back_to_the_gpu(pool):
-    pool.run(1, part_of_a_copy)
 
 
 TEXT = "Grüße, 世界 🌍!\n\tif x  !=  'y':\r\n\t"
