@@ -1,4 +1,5 @@
 import itertools
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ from tests.pool import RankFailed
 
 
 def rows_of(layout: Layout) -> dict[str, tuple[int, list[int]]]:
-    axes = build_axes(torch.device("cpu"), layout)
+    cpu = torch.device("cpu")
+    axes = build_axes(cpu, layout, timeout_seconds=7)
+    for axis in axes:
+        assert axis.group._get_backend(cpu).options._timeout == timedelta(seconds=7), axis.name
     return {axis.name: (axis.rank, dist.get_process_group_ranks(axis.group)) for axis in axes}
 
 
