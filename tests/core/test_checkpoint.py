@@ -61,8 +61,9 @@ def test_initial_weights_are_a_function_of_seed_and_name(pool):
     weights, second_rank = pool.run(2, initial_weights, make_config(dp=2))
     (other_seed,) = pool.run(1, initial_weights, make_config(seed=43))
     (float64,) = pool.run(1, initial_weights, make_config(dtype="float64"))
+    (deeper,) = pool.run(1, initial_weights, make_config(model={"num_nextn_predict_layers": 1}))
     for name, weight in weights.items():
-        assert torch.equal(weight, second_rank[name])
+        assert torch.equal(weight, second_rank[name]) and torch.equal(weight, deeper[name])
         assert float64[name].dtype == torch.float64 and torch.equal(float64[name].float(), weight)
         if weight.ndim == 1:
             assert torch.equal(weight, torch.ones(32))
