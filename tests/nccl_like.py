@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from picotron_min import collectives
-from picotron_min.extensions.sharding import collectives as in_place
+from picotron_min.extensions.sharding import units as in_place
 
 # Under the names by which collectives.py calls them: it binds some when it is imported.
 COLLECTIVES = [(dist, "all_reduce"), (dist, "broadcast"), (dist, "all_to_all_single")]

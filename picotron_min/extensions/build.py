@@ -67,7 +67,7 @@ def extensions_of(
 
         chosen.append(MultiToken(model_config, workload, device))
     if workload.document_mask:
-        from picotron_min.extensions.documents.extension import DocumentMask
+        from picotron_min.extensions.documents.attention import DocumentMask
 
         chosen.append(DocumentMask(device))
     if workload.fp8 or workload.dtype == "bfloat16":

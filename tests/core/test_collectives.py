@@ -15,7 +15,7 @@ from picotron_min.collectives import (
     start_reduce_scatter,
 )
 from picotron_min.extensions.settings import Layout
-from picotron_min.extensions.sharding import collectives as in_place
+from picotron_min.extensions.sharding import units as in_place
 from picotron_min.mesh import build_axes
 from tests.nccl_like import nccl_like
 from tests.pool import RankFailed

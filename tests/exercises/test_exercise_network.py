@@ -24,7 +24,7 @@ def everything(axis: Axis) -> tuple[list, float]:
     """Every operation of the course's collectives once, and the ledger's bytes."""
     from picotron_min import collectives  # those of a loaded course, within `simulate`
     from picotron_min.extensions.experts.dispatch import Exchange
-    from picotron_min.extensions.sharding.collectives import (
+    from picotron_min.extensions.sharding.units import (
         start_all_gather_,
         start_reduce_scatter_,
     )

@@ -13,9 +13,12 @@ from torch.nn.attention import varlen
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from picotron_min.context_parallel import POSITIONS, zigzag_positions
-from picotron_min.extensions.documents.attention import DocumentAttention, VarlenAttention
+from picotron_min.extensions.documents.attention import (
+    DocumentAttention,
+    DocumentMask,
+    VarlenAttention,
+)
 from picotron_min.extensions.documents.batches import DocumentBatches
-from picotron_min.extensions.documents.extension import DocumentMask
 from picotron_min.extensions.documents.rectangles import (
     Documents,
     rectangles,

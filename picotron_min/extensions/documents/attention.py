@@ -11,9 +11,20 @@ from torch import Tensor, nn
 from picotron_min.attention import merge_blocks
 from picotron_min.collectives import Shift, ring
 from picotron_min.context_parallel import RingAttention, UlyssesAttention
+from picotron_min.extension import Extension
 from picotron_min.extensions.documents.rectangles import Documents, ring_plan
 from picotron_min.loss import wide
-from picotron_min.model import FlashAttention
+from picotron_min.model import FlashAttention, Llama
+from picotron_min.placement import Table
+
+
+class DocumentMask(Extension):
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def connect(self, model: Llama, table: Table) -> None:
+        for attention in (layer.self_attn for layer in model.model.layers.values()):
+            attention.core_attention = inside_documents(attention.core_attention, self.device)
 
 
 def inside_documents(attention: nn.Module, device: torch.device) -> nn.Module:

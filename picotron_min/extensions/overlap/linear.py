@@ -83,11 +83,8 @@ class Linear(nn.Linear):
 
         self.copy.register_post_accumulate_grad_hook(take)
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weight again: to be called when it has changed."""
-        if self.copy is not None:
-            self.copy.copy_(self.weight)
+        """To be called when the weight has changed: for what a subclass makes of it."""
 
     def add_gradient(self, gradient: Tensor) -> None:  # sharded: ShardedUnit.arrived
         if self.weight.grad is None:

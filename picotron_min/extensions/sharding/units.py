@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from picotron_min.collectives import all_reduce
+from picotron_min.collectives import Axis, all_gather_single, all_reduce, reduce_scatter_single
 from picotron_min.data_parallel import refuse_missing
 from picotron_min.extensions.overlap.linear import Linear
-from picotron_min.extensions.sharding.collectives import start_all_gather_, start_reduce_scatter_
 from picotron_min.extensions.sharding.rows import Piece, lay_out, shard_of
 from picotron_min.mesh import Axes
 from picotron_min.model import Head
@@ -182,3 +181,18 @@ def _views(piece: Piece, buffer: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor
     """A piece in the buffer [n, R] and in its matrix, as views [ranks, width] of both."""
     inside = buffer[piece.ranks, piece.start : piece.start + piece.width]
     return inside, matrix[piece.rows].view(-1, piece.width)
+
+
+# In place: the rows of a buffer [n, R] are the ranks' own.
+
+
+def start_all_gather_(rows: Tensor, axis: Axis) -> dist.Work:
+    """Begin to fill rows [n, R], of which each rank has made its own."""
+    axis.ledger.record("all_gather", rows, axis.share)
+    return all_gather_single(rows.flatten(), rows[axis.rank], group=axis.group, async_op=True)
+
+
+def start_reduce_scatter_(rows: Tensor, axis: Axis) -> dist.Work:
+    """Begin to sum rows [n, R]: a rank's own row is the sum, the others hold anything."""
+    axis.ledger.record("reduce_scatter", rows, axis.share)
+    return reduce_scatter_single(rows[axis.rank], rows.flatten(), group=axis.group, async_op=True)
