@@ -3,14 +3,13 @@
     rows, sorted by expert   | of expert 0 |  1  | (none of 2) |    3    |   [r, E]
     times                    |     W0      | W1  |             |   W3    |   one tensor [X, F, E]
 
-The loop is MoE.run in moe.py, which computes the same. On a CPU the weight gradients of wide
-experts are a loop here as well: it adds them where they lie. Experts stay parameters of their own:
-their weights are views of the one tensor, and backward adds to each one's gradient, as linear.py.
+The loop is MoE.run in moe.py, which computes the same. Experts stay parameters of their own: their
+weights are views of the one tensor, and backward adds to each one's gradient, as linear.py.
 """
 
 import math
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +20,9 @@ from picotron_min.extensions.overlap.linear import Linear, WeightGradients, take
 from picotron_min.loss import wide
 from picotron_min.model import Llama
 
-# Elements of an expert's matrix from which a CPU adds weight gradients one by one, in place: a
-# grouped product writes them to new memory first. Below, starting the products takes longer.
-LEAST_IN_PLACE = 2**14
-
-LEAST_ALONE = 2**16  # likewise, from which products of a faster kind are worth a loop
+# Elements of an expert's matrix from which products of a faster kind are worth a loop; below,
+# starting them takes longer.
+LEAST_ALONE = 2**16
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -63,10 +60,9 @@ def run_together(
 ) -> Tensor:
     """In place of MoE.run, rows [r, E] -> [r, E]: three products for all experts of a rank."""
     ends = on_device(list(accumulate(sizes)), rows.device).int()  # of the rows of each expert
-    groups = sizes, ends
-    inner = F.silu(_Product.apply(gate, groups, rows)) * _Product.apply(up, groups, rows)
+    inner = F.silu(_Product.apply(gate, ends, rows)) * _Product.apply(up, ends, rows)
     inner = wide(inner) * weights[:, None]
-    return _Product.apply(down, groups, inner.to(rows.dtype))
+    return _Product.apply(down, ends, inner.to(rows.dtype))
 
 
 class Stack:
@@ -87,50 +83,26 @@ class Stack:
             return torch.stack([linear.operand for linear in self.linears])
         return self.joined
 
-    def add_weight_gradient(self, x_groups: tuple[Tensor, list[int], Tensor], dy: Tensor) -> None:
+    def add_weight_gradient(self, x_ends: tuple[Tensor, Tensor], dy: Tensor) -> None:
         """Add dy^T x of its rows to every expert's gradient: x [r, in], dy [r, out]."""
-        x, sizes, ends = x_groups  # an expert without rows gets zeros
-        gradient = self.linears[0].gradient
-        can_add = gradient is not None and gradient.dtype == x.dtype  # only on CPUs, in float32
-        if can_add and gradient.numel() >= LEAST_IN_PLACE:  # docs/log.md has times
-            for linear, *rows in zip(self.linears, x.split(sizes), dy.split(sizes), strict=True):
-                linear.add_weight_gradient(*rows)
-            return
-        gradients = F.grouped_mm(dy.T, x, offs=ends)  # [X, out, in]
-        joined = joined_view([linear.gradient for linear in self.linears])
-        if joined is None:  # sharded, or in several buckets
-            for linear, gradient in zip(self.linears, gradients, strict=True):
-                linear.add_gradient(gradient)
-        else:
-            joined += gradients
-            for linear in self.linears:
-                linear.gradient_arrived()
-
-
-def joined_view(tensors: list[Tensor | None]) -> Tensor | None:
-    """Tensors of one shape as one, [X, ...], if they lie at equal distances in one buffer."""
-    buffers = {None if t is None else t.untyped_storage().data_ptr() for t in tensors}
-    if len(tensors) < 2 or len(buffers) > 1 or None in buffers:
-        return None
-    first, places = tensors[0], [tensor.storage_offset() for tensor in tensors]
-    distances = {after - before for before, after in pairwise(places)}
-    if len(distances) > 1 or min(distances) < 0:
-        return None
-    return first.as_strided((len(tensors), *first.shape), (*distances, *first.stride()))
+        x, ends = x_ends
+        gradients = F.grouped_mm(dy.T, x, offs=ends)  # [X, out, in]; zeros of one without rows
+        for linear, gradient in zip(self.linears, gradients, strict=True):
+            linear.add_gradient(gradient)
 
 
 class _Product(torch.autograd.Function):
     """As in linear.py, of all experts."""
 
     @staticmethod
-    def forward(ctx, stack, groups, x):
-        ctx.stack, ctx.groups = stack, groups
+    def forward(ctx, stack, ends, x):
+        ctx.stack, ctx.ends = stack, ends
         ctx.save_for_backward(x)
-        return F.grouped_mm(x, stack.operand.mT, offs=groups[1])
+        return F.grouped_mm(x, stack.operand.mT, offs=ends)
 
     @staticmethod
     def backward(ctx, dy):
         stack, dy = ctx.stack, dy.contiguous()  # the kernel reads no expanded tensor
-        dx = F.grouped_mm(dy, stack.operand, offs=ctx.groups[1])
-        stack.queue.put(stack, (*ctx.saved_tensors, *ctx.groups), dy)
+        dx = F.grouped_mm(dy, stack.operand, offs=ctx.ends)
+        stack.queue.put(stack, (*ctx.saved_tensors, ctx.ends), dy)
         return None, None, dx
