@@ -181,7 +181,8 @@ def on_one_rank(config: Config) -> Config:
     """The same training in its plainest form: one rank, and one micro-batch if losses allow it."""
     raw, t = config.model_dump(by_alias=True), config.training
     count = 1
-    if t.moe_aux_loss_coeff or t.moe_expert_capacity_factor:  # of a micro-batch of one rank
+    # Losses, capacities and scales of 8 bits are of a micro-batch of one rank.
+    if t.moe_aux_loss_coeff or t.moe_expert_capacity_factor or config.model.fp8:
         count = config.distributed.dp_size * t.gradient_accumulation_steps
     elif t.moe_global_aux_loss_coeff:  # of a step so far, in which the ranks are together
         count = t.gradient_accumulation_steps

@@ -44,6 +44,7 @@ WORDS = {
     "allgather": {"ep_engine": "allgather"},
     "mask": {"document_mask": True},
     "packed": {"document_mask": True, "packing": "bfd"},
+    "adamw": {"optimizer": "adamw", "learning_rate": 0.01, "betas": [0.8, 0.9]},
     "muon": {"optimizer": "muon", "learning_rate": 0.02, "betas": [0.8, 0.9], "momentum": 0.9},
     "aux": {"moe_aux_loss_coeff": 0.3},
     "global_aux": {"moe_global_aux_loss_coeff": 0.3},

@@ -118,9 +118,21 @@ experts: dp=4 tp=2 ep=4 etp=2 model=sigmoid
 experts: cp=2 tp=2 ep=4 moe_router_force_load_balancing moe_z_loss_coeff=0.01 model=softmax
 experts: dp=2 pp=2 ep=2 allgather moe_router_force_biased=-2 model=softmax
 experts: tp=4 sp tp_overlap etp=4 recompute=full model=gated
+experts: dp=2 pp=3 m=3 ep=2 pp_layers=[1,2,1] layers=4 mlp_only_layers=[1,2] model=softmax
+multi_token: pp=2 m=3 tie_word_embeddings model=depths
+multi_token: dp=2 pp=2 m=2 engine=zb_v tie_word_embeddings model=depths
+multi_token: dp=2 tp=2 overlap=false model=depths
 optimizers: dp=4 sharding=optimizer intermediate_size=6 muon
+optimizers: dp=2 tp=4 ep=2 etp=2 sharding=optimizer muon model=softmax
+optimizers: dp=2 tp=2 m=3 sp sharding=gradients adamw
 overlap: tp=4 sp tp_overlap model=tied
 overlap: dp=2 pp=2 tp=2 m=6 sp tp_overlap recompute=full model=tied
+precision: dp=2 fp8 layers=3 model=grouped-query
+precision: pp=2 m=2 fp8 fp8_skip=1 layers=4
+precision: pp=2 m=3 engine=zb_h1 recompute=selective fp8
+precision: dp=2 recompute=full sharding=parameters fp8 layers=3
+precision: dp=2 m=2 sharding=optimizer fp8 layers=3 model=tied
+qk_norm: tp=4 overlap=false model=qk-norm num_key_value_heads=8
 schedules: pp=4 m=2 engine=zb_v model=tied
 schedules: pp=3 m=4 engine=zb_h1
 schedules: pp=4 m=6 engine=interleaved
@@ -138,8 +150,8 @@ def test_n_ranks_train_the_same_model_as_one(pool, text):
     assert_trains_as_one_rank(pool, *row(text))
 
 
-# Whose runs take seconds to compile, or are not equal but near: see test_compile and test_float8.
-APART = {"dtype", "compile", "fp8"}
+# Whose runs take seconds to compile, or are not equal but near: see test_recompute, test_pairs.
+APART = {"dtype", "compile"}
 
 
 @pytest.mark.quick

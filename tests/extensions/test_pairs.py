@@ -1,0 +1,48 @@
+"""Pairs of runs that differ in one choice: equal to the last bit, or but for a rounding.
+
+All else that layouts train is compared to 1e-10 in tests/test_layouts.py. Rows are as there.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.assembled import Run, assert_same, whole_run
+from tests.rows import lines, row
+
+# What both runs have | the first | the second. Where sums are in the same order, to the last bit:
+EXACT = """\
+sharding: m=3 dtype=float32 grad_clip=null | dp=2 sharding=optimizer | dp=2
+sharding: m=3 dtype=bfloat16 grad_clip=null | dp=2 sharding=layerwise | dp=2
+sharding: dtype=bfloat16 grad_clip=null | dp=2 sharding=gradients | dp=2
+sharding: dtype=float32 grad_clip=null model=tied | dp=2 sharding=parameters | dp=2
+precision: dp=2 fp8 layers=3 dtype=bfloat16 grad_clip=null | sharding=parameters |
+schedules: dp=2 pp=2 m=3 dtype=bfloat16 sharding=parameters model=softmax | engine=zb_h1 |
+"""
+
+# Sums in another order may round a moment to the next number: 1/256 of an update.
+ROUNDED = """\
+optimizers: adamw moments=bfloat16 layers=3 | dp=2 tp=2 |
+optimizers: muon moments=bfloat16 layers=3 | pp=2 cp=2 m=2 |
+"""
+
+TOLERANCES = [(EXACT, 0.0), (ROUNDED, 1e-4)]
+
+
+@functools.cache
+def trained(pool, text: str) -> Run:
+    config, model_config = row(text)
+    return whole_run(pool, config, model_config, steps=2, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "text,atol", [(text, atol) for table, atol in TOLERANCES for text in lines(table)], ids=str
+)
+def test_both_runs_train_the_same_model(pool, text, atol):
+    shared, *sides = text.split("|")
+    ours, theirs = (trained(pool, f"{shared}{side}") for side in sides)
+    if not atol:  # of norms, ranks add the squares of their own parts
+        np.testing.assert_allclose(ours.norms, theirs.norms, rtol=1e-6)
+        ours = ours._replace(norms=theirs.norms, gradients=theirs.gradients)
+    assert_same(ours, theirs, atol)
