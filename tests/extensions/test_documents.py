@@ -1,4 +1,4 @@
-"""Packed documents: nothing crosses the border of one, in any layout."""
+"""Documents in rows: nothing crosses the border of one. Layouts are in test_layouts.py."""
 
 import itertools
 from unittest.mock import create_autospec
@@ -12,33 +12,23 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from picotron_min.context_parallel import POSITIONS, zigzag_positions
+from picotron_min.context_parallel import zigzag_positions
+from picotron_min.data import Batches
 from picotron_min.extensions.documents.attention import (
-    DocumentAttention,
     DocumentMask,
     VarlenAttention,
 )
 from picotron_min.extensions.documents.batches import DocumentBatches
 from picotron_min.extensions.documents.rectangles import (
     Documents,
-    rectangles,
     ring_plan,
 )
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.loss import IGNORE_INDEX
-from picotron_min.model import FlashAttention, Llama
+from picotron_min.model import Llama
 from picotron_min.runtime.architectures import to_hf
-from tests.assembled import (
-    MODEL,
-    MODELS,
-    assert_trains_as_one_rank,
-    make_config,
-    sent_in_a_step,
-    whole_run,
-)
+from tests.assembled import MODEL, whole_run
 from tests.core.test_model import norm_in_own_dtype
-from tests.extensions.test_experts import MODELS as EXPERTS
-from tests.extensions.test_experts import make_expert_config
+from tests.rows import row
 
 CPU = torch.device("cpu")
 
@@ -69,13 +59,6 @@ def test_the_rectangles_of_all_ranks_have_each_visible_pair_once(size, seed):
             seen[np.ix_(rows, columns)] += np.tril(here) if is_causal else here
     visible = np.equal.outer(document, document) & np.tri(S, dtype=bool)
     np.testing.assert_array_equal(seen, visible)
-
-
-def test_a_row_that_is_not_cut_is_one_square_a_document():
-    assert list(rectangles([3, 5], [0], [0], 8)) == [
-        (slice(0, 3), slice(0, 3), True),
-        (slice(3, 8), slice(3, 8), True),
-    ]
 
 
 def num_pairs(plan: tuple) -> int:
@@ -128,20 +111,7 @@ def test_positions_begin_anew_and_the_end_of_a_document_has_no_target():
     assert batch.num_targets == 18
 
 
-@pytest.mark.parametrize("engine", POSITIONS)
-def test_a_context_parallel_rank_has_its_columns_and_the_lengths_of_whole_rows(engine):
-    whole = make_batches([3, 1, 6, 9])._read([0, 8])
-    for rank in range(2):
-        mine = POSITIONS[engine](rank, 2, 8)
-        part = make_batches([3, 1, 6, 9], positions=mine)._read([0, 8])
-        assert part.extra == whole.extra
-        for ours, all_of_it in zip(part[:3], whole[:3], strict=True):
-            assert torch.equal(ours, all_of_it[:, mine])
-
-
 def test_rows_and_their_order_are_those_without_the_mask():
-    from picotron_min.data import Batches
-
     masked = make_batches([5] * 20, B=3)
     plain = Batches(
         masked.tokens, seq_length=8, seed=0, micro_batch_size=3, num_micro_batches=1, dp_rank=0,
@@ -169,22 +139,9 @@ def packed(seed: int) -> tuple[list[list[int]], Tensor, Tensor, Tensor]:
     tokens = torch.randint(61, (3, 25), generator=torch.Generator().manual_seed(seed))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     targets = tokens[:, 1:].clone()
-    for row, lengths in enumerate(rows):
-        targets[row, np.cumsum(lengths) - 1] = IGNORE_INDEX
+    for i, lengths in enumerate(rows):
+        targets[i, np.cumsum(lengths) - 1] = IGNORE_INDEX
     return rows, tokens[:, :-1], positions, targets
-
-
-def test_rows_alike_are_attended_together():
-    shapes = []
-
-    def attention(q, k, v):
-        shapes.append((len(q), q.shape[2]))
-        return q + k + v
-
-    q, k, v = torch.randn(3, 5, 2, 8, 4)
-    documents = Documents(((3, 5), (3, 5), (8,), (8,), (3, 5)))
-    out = DocumentAttention(attention)(q, k, v, documents)
-    assert shapes == [(2, 3), (2, 5), (2, 8), (1, 3), (1, 5)] and out.equal(q + k + v)
 
 
 def loss_of_theirs(model, tokens: Tensor, targets: Tensor, **more) -> Tensor:
@@ -192,8 +149,7 @@ def loss_of_theirs(model, tokens: Tensor, targets: Tensor, **more) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["documents alone", "position_ids"])
-@pytest.mark.parametrize("heads", [8, 2], ids=["multi-head", "grouped-query"])
+@pytest.mark.parametrize("heads,alone", [(8, True), (2, False)])
 def test_loss_and_gradients_equal_transformers(heads, alone, monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
     ours, theirs = masked_llama("mask", heads)
@@ -221,14 +177,6 @@ def test_loss_and_gradients_equal_transformers(heads, alone, monkeypatch):
     assert abs(masked_llama("none", heads)[0](tokens, positions, targets) - loss) > 1e-3
 
 
-def test_a_row_that_is_one_document_is_the_row_without_the_mask_to_the_last_bit():
-    q, k, v = torch.randn(3, 2, 4, 16, 8, dtype=torch.float64).unbind()
-    documents = Documents(((16,), (16,)))
-    assert torch.equal(
-        DocumentAttention(FlashAttention())(q, k, v, documents), FlashAttention()(q, k, v)
-    )
-
-
 @pytest.mark.parametrize("accepts", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_the_kernel_for_gpus_is_called_by_its_signature(monkeypatch, accepts):
     def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size):
@@ -249,88 +197,9 @@ def test_the_kernel_for_gpus_is_called_by_its_signature(monkeypatch, accepts):
     assert of_this_torch.called
 
 
-def test_a_batch_moves_its_tensors_alone(monkeypatch):
-    batch = make_batches([3, 6])._read([0])
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    moved = batch.to(torch.device("meta"))
-    assert [x.device.type for x in moved[:3]] == ["meta"] * 3 and moved.extra == batch.extra
-
-
-# Every kind of layout with the mask; a schedule, a model, a recomputation and a packing alternate.
-LAYOUTS = [
-    {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "cp_engine": cp_engine}
-    for dp, pp, cp, tp in itertools.product((1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 4))
-    if 1 < dp * pp * cp * tp <= 8
-    for cp_engine in (POSITIONS if cp > 1 else ["ring"])
-    if cp_engine == "ring" or 8 % (cp * tp) == 0
-]
-CHOICES = [
-    (engine, model, recompute)
-    for engine in SCHEDULES
-    for model, recompute in [("untied", "none"), ("tied", "full"), ("grouped-query", "selective")]
-]
-
-PACKINGS = ("wrapped", "bfd")
-
-
-@pytest.mark.turns(1, 4)
-@pytest.mark.parametrize(
-    "layout,choice,packing",
-    list(zip(LAYOUTS, itertools.cycle(CHOICES), itertools.cycle(PACKINGS), strict=False)),
-    ids=str,
-)
-def test_n_ranks_equal_one_with_the_mask(pool, layout, choice, packing):
-    engine, model, recompute = choice
-    if MODELS[model].num_key_value_heads % layout["tp"]:
-        model = "untied"
-    config = make_config(
-        **layout,
-        micro_batches=3 if layout["pp"] > 1 else 1,
-        engine=engine if layout["pp"] > 1 else "1f1b",
-        chunks=SCHEDULES[engine].chunks if layout["pp"] > 1 else 1,
-        sequence_parallel=layout["tp"] > 1 and recompute != "none",
-        recompute=recompute,
-        document_mask=True,
-        packing=packing,
-    )
-    assert_trains_as_one_rank(pool, config, model)
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"dp": 2, "sharding": "optimizer"},
-        {"dp": 2, "pp": 2, "sharding": "parameters"},
-        {"pp": 2, "layers": 4, "offload": 1},
-        {"pp": 2, "use_flash_attention": False},
-    ],
-    ids=str,
-)
-def test_other_choices_train_the_same_with_the_mask(pool, choice):
-    config = make_config(**choice, cp=2, micro_batches=2, document_mask=True)
-    assert_trains_as_one_rank(pool, config, "tied")
-
-
-@pytest.mark.parametrize("dp,pp", [(2, 1), (1, 2)])
-def test_experts_train_the_same_with_the_mask(pool, dp, pp):
-    layout = {"dp": dp, "pp": pp, "cp": 2, "ep": 2}
-    config = make_expert_config(**layout, micro_batches=2, document_mask=True)
-    assert_trains_as_one_rank(pool, config, EXPERTS["gated"])
-
-
-@pytest.mark.parametrize("engine", POSITIONS)
-def test_every_axis_sends_the_bytes_that_it_sends_without_the_mask(pool, engine):
-    plain, masked = (
-        pool.run(2, sent_in_a_step, make_config(cp=2, cp_engine=engine, document_mask=mask), MODEL)
-        for mask in (False, True)
-    )
-    assert plain == masked and plain[0]["cp"]
-
-
 def test_mask_and_packing_change_what_is_trained(pool):
-    keys = {"document_mask": True}
-    plain, *others = (
-        whole_run(pool, make_config(**more), "tied").losses[0]
-        for more in ({}, keys, keys | {"packing": "bfd"})
-    )
-    assert min(abs(np.diff([plain, *others]))) > 1e-4
+    losses = [
+        whole_run(pool, *row(f"documents: {words} model=tied"), steps=1).losses[0]
+        for words in ("", "mask", "packed")
+    ]
+    assert min(abs(np.diff(losses))) > 1e-4

@@ -1,19 +1,12 @@
 """Best-fit packing: rows of whole documents, of every token to train on once."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
-from picotron_min.context_parallel import POSITIONS
 from picotron_min.extensions.documents.batches import DocumentBatches
-from picotron_min.extensions.documents.packing import PackedBatches, best_fit, pack
-from picotron_min.extensions.settings import Workload
+from picotron_min.extensions.documents.packing import PackedBatches, best_fit
 from picotron_min.loss import IGNORE_INDEX
-from picotron_min.runtime.config_file import parse_config
-from picotron_min.runtime.inputs import open_data
-from picotron_min.runtime.token_file import TokenFile
 
 
 def slow_best_fit(lengths: list[int], S: int) -> list[list[int]]:
@@ -42,13 +35,6 @@ def test_rows_are_as_full_as_those_that_are_searched_for_one_by_one(S, seed):
     assert max(map(sum, ours)) <= S
     # Of equally full rows any may be taken, and then they differ in what they have.
     assert sorted(map(sum, ours)) == sorted(map(sum, slow_best_fit(lengths.tolist(), S)))
-
-
-def test_documents_of_any_length_are_packed_with_hardly_any_padding():
-    lengths = np.random.default_rng(0).lognormal(np.log(450), 1.2, 100_000).astype(np.int64) + 1
-    moves, ends = pack(lengths.cumsum(), 2048)
-    padding = np.diff(ends, prepend=0)[ends + moves <= 0].sum()
-    assert padding < 1e-4 * ends[-1]
 
 
 SIZES = {"micro_batch_size": 2, "num_micro_batches": 2, "dp_rank": 0, "dp_size": 1}
@@ -113,46 +99,6 @@ def test_validation_is_that_of_a_run_without_packing(lengths):
             assert torch.equal(x, y)
     trained = [packed.batch(step, 0) for step in range(packed.num_sequences)]
     assert max(x.max() for batch in trained for x in batch[:2]) < wrapped.cut
-
-
-def test_the_packed_stream_is_read_like_an_array():
-    stream = make_batches(LENGTHS["mixed"]).tokens
-    whole, places = stream[:], np.arange(12).reshape(3, 4)
-    assert len(stream) == len(whole) and np.array_equal(stream[places], whole[places])
-    assert np.array_equal(stream[7 : 10**9], whole[7:]) and int(stream[9]) == whole[9]
-
-
-def test_layouts_and_resumed_runs_read_the_same_rows():
-    one = make_batches(LENGTHS["mixed"], micro_batch_size=4, num_micro_batches=1)
-    for step in range(6):
-        whole = one.batch(step, 0)
-        for engine in POSITIONS:
-            parts = []
-            for rank in range(2):
-                resumed = {"first_step": 2, "seen_before": 2 * 4 * 8} if step > 2 else {}
-                columns = {"positions": POSITIONS[engine](rank, 2, 8)} | resumed
-                two = {"dp_size": 2, "micro_batch_size": 1}
-                ranks = [
-                    make_batches(LENGTHS["mixed"], **columns | two | {"dp_rank": r}) for r in (0, 1)
-                ]
-                parts = [r.batch(step, m) for m in (0, 1) for r in ranks]
-                for x, *some in zip(whole[:3], *(part[:3] for part in parts), strict=True):
-                    assert torch.equal(x[:, columns["positions"]], torch.cat(some))
-                assert sum((part.extra[0].lengths for part in parts), ()) == whole.extra[0].lengths
-
-
-def test_a_run_reads_packed_rows():
-    config = parse_config(
-        {
-            "dataset": {"document_mask": True, "packing": "bfd"},
-            "training": {"seq_length": 8, "eval_batches": 1},
-        }
-    )
-    ends = np.cumsum(LENGTHS["mixed"])
-    batches = open_data(config, TokenFile(np.arange(ends[-1]), None, len(ends), ends), 0)
-    assert isinstance(batches, PackedBatches)
-    assert "packing" in {field.name for field in dataclasses.fields(Workload)}
-    assert config.data_order["dataset.packing"] == "bfd"
 
 
 def test_a_text_whose_first_document_is_too_long_is_refused():
