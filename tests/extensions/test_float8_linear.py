@@ -1,0 +1,313 @@
+"""Linears in 8 bits over ranks: in float64, what one process trains that scales in the same blocks.
+
+A layout decides which part of a tensor a rank has, and so which numbers share a scale. The
+reference rounds in blocks, and is written apart from precision/float8.py. Layouts whose blocks are
+micro-batches are rows of test_layouts.py.
+"""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from picotron_min.collectives import Ledger
+from picotron_min.extensions.experts.moe import apply_moe
+from picotron_min.extensions.experts.router import RoutingCounts
+from picotron_min.extensions.overlap.boundary import Boundary, SequenceBoundary
+from picotron_min.extensions.overlap.linear import (
+    Linear,
+    WeightGradients,
+    apply_copies,
+    apply_queue,
+    linears,
+)
+from picotron_min.extensions.overlap.ring import RingBoundary
+from picotron_min.extensions.precision.float8 import quantise
+from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
+from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
+from picotron_min.mesh import build_axes
+from picotron_min.model import Llama
+from picotron_min.planner.activations import factors_per_token, saved_per_token
+from picotron_min.runtime.config import Config
+from tests import assembled
+from tests.assembled import Run, assert_same, make_training, whole_run
+from tests.core.test_costs import saved_by_a_layer
+from tests.rows import lines, row
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+# The reference.
+
+
+def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
+    """What 8 bits leave of a block."""
+    amax = x.abs().max().item() or 1.0
+    scale = 2.0 ** (math.frexp(torch.finfo(kind).max / amax)[1] - 1)
+    return (x * scale).to(kind).double() / scale
+
+
+class Reference(torch.autograd.Function):
+    """y = x W^T with all factors rounded in the blocks of tp and cp ranks."""
+
+    @staticmethod
+    def forward(ctx, x, weight, is_first, tp, cp):
+        parts = partial(over_ranks, tp=tp, cp=cp)
+        x, weight = parts(x, E4M3, not is_first), cut(weight, E4M3, 0 if is_first else 1, tp)
+        ctx.save_for_backward(x, weight)
+        ctx.parts, ctx.is_first = parts, is_first
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy = ctx.parts(dy, E5M2, ctx.is_first)
+        return dy @ weight, dy.flatten(0, 1).T @ x.flatten(0, 1), None, None, None
+
+
+def cut(x: Tensor, kind: torch.dtype, dim: int, n: int) -> Tensor:
+    return torch.cat([rounded(part, kind) for part in x.chunk(n, dim)], dim)
+
+
+def over_ranks(x: Tensor, kind: torch.dtype, is_cut: bool, tp: int, cp: int) -> Tensor:
+    """[B, S, E], of which cp ranks have positions, and tp ranks columns, if it is cut."""
+    pieces = x.chunk(2 * cp, 1)  # rank r of a ring has pieces r and 2 cp - 1 - r
+    blocks = [torch.cat([pieces[r], pieces[-1 - r]], 1) for r in range(cp)]
+    blocks = [cut(block, kind, 2, tp if is_cut else 1).chunk(2, 1) for block in blocks]
+    return torch.cat([first for first, _ in blocks] + [last for _, last in reversed(blocks)], 1)
+
+
+def train_reference(config: Config, model: ModelConfig, steps: int, tp: int, cp: int) -> Run:
+    def make(config, model_config):
+        training = make_training(config, model_config)
+        for layer in training.chunks[0].model.model.layers.values():
+            mlp = getattr(layer.mlp, "shared_experts", layer.mlp)
+            for module in (layer.self_attn, mlp):
+                for name, linear in module.named_children():
+                    if isinstance(linear, Linear):
+                        is_first = name not in ("o_proj", "down_proj")
+                        product = partial(product_of, linear, is_first, tp, cp)
+                        linear.forward = product
+        return training
+
+    with mock.patch.object(assembled, "make_training", make):
+        return assembled.train_briefly(config, model, steps)
+
+
+def product_of(linear: Linear, is_first: bool, tp: int, cp: int, x: Tensor) -> Tensor:
+    return Reference.apply(x, linear.weight, is_first, tp, cp)
+
+
+# Ranks of tp have parts of a tensor; a ring, a schedule and recomputation change none of them.
+BLOCKS = """
+precision: tp=2 fp8
+precision: tp=2 sp pp=2 engine=zb_h1 recompute=selective fp8 layers=3
+precision: cp=2 tp=2 sp tp_overlap fp8
+precision: tp=4 sp tp_overlap recompute=full fp8
+precision: tp=2 ep=2 sp fp8 model=gated
+"""
+
+
+@pytest.mark.parametrize("text", lines(BLOCKS))
+def test_layouts_train_what_one_process_does_in_their_blocks(pool, text):
+    config, model_config = row(text, layers=3)
+    words = f"precision: model={'gated' if 'gated' in text else 'untied'}"
+    train = partial(train_reference, tp=config.layout.tp, cp=config.layout.cp)
+    theirs = whole_run(pool, *row(words, layers=3), 2, train)
+    assert_same(whole_run(pool, config, model_config, 2), theirs)
+
+
+# Messages.
+
+BATCH, SEQUENCE, HIDDEN = 2, 16, 32
+
+
+class Gathered(NamedTuple):
+    bytes: Tensor
+    inverse: Tensor
+    calls: dict[str, int]
+    num_bytes: int
+    with_nan: list[float]  # the inverse where a rank has a NaN: the first, the last
+
+
+def whole_tensor() -> Tensor:
+    x = torch.randn(BATCH, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(3))
+    x[1, -1, 5] = 1e4  # of the last rank: all the others' amax is about 4
+    return x
+
+
+def gather(kind: type[SequenceBoundary], format: torch.dtype) -> Gathered:
+    axis = build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp
+    boundary = kind(axis, WeightGradients())
+    part = whole_tensor().chunk(axis.size, dim=1)[axis.rank]
+    x8 = quantise(part, format, boundary.maximum)
+    whole, _ = boundary.gather_multiply(x8.bytes, [])
+    calls, num_bytes = dict(axis.ledger.calls), axis.ledger.take_bytes()
+    with_nan = []
+    for rank in (0, axis.size - 1):
+        bad = part.clone()
+        bad[0, 0, 0] = math.nan if axis.rank == rank else 1.0
+        with_nan.append(quantise(bad, format, boundary.maximum).inverse.item())
+    return Gathered(whole, x8.inverse, calls, num_bytes, with_nan)
+
+
+@pytest.mark.parametrize("kind", [SequenceBoundary, RingBoundary])
+@pytest.mark.parametrize("n,format", [(2, E5M2), (4, E4M3)], ids=str)
+def test_ranks_gather_the_bytes_of_one_device(pool, n, format, kind):
+    expected = quantise(whole_tensor(), format)
+    gathers = {"all_gather": 1} if kind is SequenceBoundary else {"shift": n - 1}
+    for of_rank in pool.run(n, gather, kind, format):
+        assert torch.equal(of_rank.bytes, expected.bytes)
+        assert of_rank.inverse == expected.inverse
+        assert of_rank.calls == gathers | {"all_reduce": 1}
+        share = (n - 1) / n
+        assert of_rank.num_bytes == share * (BATCH * SEQUENCE * HIDDEN + 2 * 4)
+        assert of_rank.with_nan == [math.inf] * 2, "all ranks skip the step"
+
+
+# What is not finite.
+
+
+def skipped_step(config: Config, rank: int) -> tuple[list[bool], bool]:
+    """Whether steps are skipped: the first with an infinite weight on one rank, the second not."""
+    training = make_training(config, "untied")
+    weights = training.parameters["model.layers.1.mlp.up_proj.weight"].data
+    before = {name: p.detach().clone() for name, p in training.parameters.items()}
+    finite = weights[0, 0].item()
+    if dist.get_rank() == rank:
+        weights[0, 0] = math.inf
+    training.model.weights_changed()
+    skipped = [training.step(0).skipped]
+    weights[0, 0] = finite
+    same = all(torch.equal(p, before[name]) for name, p in training.parameters.items())
+    training.model.weights_changed()
+    return [*skipped, training.step(0).skipped], same
+
+
+def test_a_weight_that_is_not_finite_skips_the_step(pool):
+    config, _ = row("precision: tp=2 sp fp8")
+    assert pool.run(2, skipped_step, config, 1) == [([True, False], True)] * 2
+
+
+# Linears: a model in one process.
+
+MODEL = ModelConfig(61, 160, 96, 2, 4, 2, head_dim=48)  # no matrix has the shape of an activation
+MIXTURE = ModelConfig(
+    *(61, 160, 96, 2, 4, 2),
+    head_dim=48,
+    num_local_experts=4,
+    moe_intermediate_size=112,
+    n_shared_experts=1,
+    moe_shared_expert_gate=True,
+)
+TOKENS, POSITIONS = torch.arange(128).view(2, 64) % 61, torch.arange(64)
+
+
+def build(
+    config: ModelConfig, dtype: torch.dtype, queue=None, skip: int = 0, compiles: bool = False
+) -> Llama:
+    torch.manual_seed(0)
+    model, queue = Llama(config), WeightGradients() if queue is None else queue
+    apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))
+    alone = SimpleNamespace(size=1, share=0.0, ledger=Ledger())
+    apply_queue(model, queue)
+    model.boundary, options = Boundary(alone, queue), {"fp8_skip": skip, "compile": compiles}
+    name = str(dtype).removeprefix("torch.")
+    apply_float8(model, Workload(64, dtype=name, fp8=True, **options), "cpu")
+    apply_copies(model, dtype) if dtype == torch.bfloat16 else model.to(dtype)
+    for linear in linears(model).values():
+        linear.weight.grad = torch.zeros_like(linear.weight)
+        linear.refresh()
+    return model
+
+
+def run(model: Llama, dtype: torch.dtype) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = model(TOKENS, POSITIONS, TOKENS)
+        loss.backward()
+    return loss
+
+
+def in_8_bits(model: Llama) -> list[str]:
+    return [name for name, x in linears(model).items() if isinstance(x, Float8Linear)]
+
+
+def test_only_linears_of_the_middle_layers_are_in_8_bits():
+    names = in_8_bits(build(MODEL.override(num_hidden_layers=4), torch.float32, skip=1))
+    assert {name.split(".")[2] for name in names} == {"1", "2"} and len(names) == 2 * 7
+    names = in_8_bits(build(MIXTURE, torch.float32))
+    assert [n for n in names if ".experts." in n or "gate." in n or n.endswith("_gate")] == []
+    assert len(names) == 2 * 7, "with those of the shared experts"
+
+
+def test_weights_are_rounded_once_and_copied_nowhere():
+    model = build(MODEL, torch.bfloat16)
+    with mock.patch(
+        "picotron_min.extensions.precision.float8_linear.quantise", side_effect=AssertionError
+    ):
+        for _ in range(2):  # two micro-batches
+            run(model, torch.bfloat16)
+    for name, linear in linears(model).items():
+        assert linear.copy is None and linear.weight.dtype == torch.float32
+        rows, columns = linear.rows, linear.columns
+        assert torch.equal(rows.bytes.T, columns.bytes) and columns.bytes.is_contiguous()
+        assert torch.equal(rows.bytes, quantise(linear.weight.detach().bfloat16(), E4M3).bytes)
+        assert linear.weight.grad.dtype == torch.float32 and linear.weight.grad.any(), name
+        with torch.no_grad():
+            linear.weight *= 3
+        linear.refresh()
+        assert torch.equal(linear.rows.bytes.T, linear.columns.bytes)
+        assert linear.rows.inverse in (2 * rows.inverse, 4 * rows.inverse)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["dense", "mixture"])
+def test_a_layer_keeps_as_many_bytes_as_planned(config, dtype):
+    measured = saved_by_a_layer(
+        lambda n: build(config.override(num_hidden_layers=n), getattr(torch, dtype)), dtype
+    )
+    planned = saved_per_token(config, dtype, "none", Layout(), 0, fp8=True)
+    assert planned == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["dense", "mixture"])
+def test_factors_of_weight_gradients_wait_in_8_bits(config):
+    left = []
+    for layers in (2, 3):
+        queue = WeightGradients()
+        queue.split = True
+        model = build(config.override(num_hidden_layers=layers), torch.bfloat16, queue)
+        run(model, torch.bfloat16)
+        factors = [t for of, *pair in queue if isinstance(of, Float8Linear) for t in pair]
+        storages = {factor.bytes.untyped_storage() for factor in factors}
+        left.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+    planned = factors_per_token(config, "bfloat16", Layout(), 0, fp8=True)
+    if config.num_local_experts:  # of the two that a token is sent to
+        planned -= 2 * 2 * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
+    assert (left[1] - left[0]) / TOKENS.numel() == planned
+
+
+def test_rounding_is_compiled_for_every_shape():
+    """Of each linear's input and gradient, in training and evaluation; here they are ten."""
+    torch._dynamo.reset()
+    shape = MODEL.override(num_hidden_layers=1, num_attention_heads=8, head_dim=8)
+    eager = partial(torch.compile, backend="eager")
+    with mock.patch.object(torch, "compile", side_effect=eager) as compile:
+        model = build(shape, torch.float32, compiles=True)
+
+    def train_and_evaluate() -> None:
+        with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+            run(model, torch.float32)
+            with torch.no_grad():
+                model(TOKENS, POSITIONS, TOKENS)
+
+    # A GPU's backward runs in a thread that has settings of its own.
+    ThreadPoolExecutor(1).submit(train_and_evaluate).result()
+    assert compile.call_count == 1

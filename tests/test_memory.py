@@ -1,0 +1,88 @@
+"""Planned memory against the tensors that are alive in a step: on every rank, and at its peak."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from picotron_min.planner.memory import memory_of_ranks
+from tests.assembled import make_training
+from tests.rows import lines, row
+
+# So large that what is not planned, such as statistics of norms, is small.
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 112}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "seq_length": 64, "m": 4}
+SIZES |= {"dtype": "float32", "optimizer": "adamw", "learning_rate": 1e-3}
+
+ROWS = """
+core: vocab_size=4096
+core: recompute=full
+core: dp=2 cp=2 recompute=selective
+core: tp=2 sp vocab_size=4096 dtype=bfloat16
+optimizers: dp=2 muon moments=bfloat16
+sharding: dp=3 sharding=optimizer m=2 dtype=bfloat16
+sharding: dp=2 sharding=layerwise muon
+sharding: dp=2 tp=2 sharding=gradients
+sharding: dp=2 sharding=parameters recompute=full layers=4
+schedules: pp=2 layers=4 tie_word_embeddings
+schedules: pp=2 m=6 engine=interleaved layers=6
+schedules: pp=2 m=6 engine=zb_h1 layers=4 dtype=bfloat16
+schedules: pp=2 m=6 engine=zb_v layers=6
+experts: dp=2 ep=2 moe_router_force_load_balancing model=softmax
+experts: dp=2 tp=2 ep=2 etp=2 sharding=optimizer moe_router_force_load_balancing model=gated
+precision: fp8 fp8_skip=1 dtype=bfloat16 layers=4
+precision: dp=2 fp8 sharding=parameters layers=4
+multi_token: pp=2 vocab_size=2048 model=depths
+"""
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of all storages that operations have made and that exist, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.total, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                self.note(tensor.untyped_storage())
+        return out
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = 0
+            weakref.finalize(storage, self.freed, key)
+        self.total += storage.nbytes() - self.sizes[key]  # a sharded weight's is resized
+        self.sizes[key] = storage.nbytes()
+        self.peak = max(self.peak, self.total)
+
+    def freed(self, key: int) -> None:
+        self.total -= self.sizes.pop(key)
+
+
+def measured(text: str) -> tuple[int, int, tuple]:
+    """Bytes between steps and at the peak of one, and what is planned for this rank."""
+    config, model_config = row(text, **SIZES)
+    with Alive() as alive:
+        training = make_training(config, model_config)
+        for step in range(2):
+            training.step(step)
+        gc.collect()
+        held = alive.total
+    planned = memory_of_ranks(model_config, config.layout, config.workload, "cpu")
+    return held, alive.peak, planned[training.axes.pp.rank]
+
+
+@pytest.mark.parametrize("text", lines(ROWS))
+def test_as_much_memory_is_used_as_is_planned(pool, text):
+    config, _ = row(text, **SIZES)
+    for held, peak, planned in pool.run(config.world_size, measured, text):
+        assert peak == pytest.approx(planned.total, rel=0.08)
+        if config.layout.sharding not in ("gradients", "parameters"):  # else buffers are planned
+            assert held == pytest.approx(sum(planned[:3]), rel=0.01)
