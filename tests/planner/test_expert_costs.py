@@ -28,7 +28,6 @@ from tests.core.test_costs import (
     saved_by_a_layer,
     saved_bytes,
 )
-from tests.extensions.test_sharding import assert_holds_what_is_planned
 
 QWEN = WIDE.override(qk_norm=True)
 MIXTRAL = ModelConfig(32_000, 4096, 14_336, 32, 32, 8, num_local_experts=8)
@@ -119,24 +118,6 @@ def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):
     planned = saved_per_token(model_config, "float32", "none", config.layout, 0, rows=rows)
     measured = (saved[1] - saved[0]) / (t.micro_batch_size * t.seq_length)
     assert planned == pytest.approx(measured, rel=0.01)
-
-
-HELD = [
-    ({"dp": 4, "ep": 2}, "float32", "none"),
-    ({"dp": 4, "ep": 4}, "float32", "parameters"),  # no expert is sharded
-    ({"tp": 4, "ep": 2}, "bfloat16", "optimizer"),  # only experts are
-    ({"dp": 2, "tp": 2, "ep": 2, "etp": 1}, "bfloat16", "gradients"),
-    ({"dp": 2, "tp": 2, "etp": 2}, "float32", "layerwise"),
-    ({"dp": 2, "pp": 2, "ep": 2}, "bfloat16", "parameters"),
-]
-
-
-@pytest.mark.parametrize("grid,dtype,sharding", HELD, ids=str)
-def test_what_a_rank_holds_is_what_is_planned(pool, sharding, grid, dtype):
-    shape = EXPERTS | GATED | {"num_key_value_heads": 4, "num_hidden_layers": 3}
-    options = {"sharding": sharding, "dtype": dtype, "model": shape | {"mlp_only_layers": [1]}}
-    config = test_checkpoint.make_config(**grid, **options)
-    assert_holds_what_is_planned(pool, config)
 
 
 # The most rows that a rank's experts get, to an even share: by ep, and what bounds them.
