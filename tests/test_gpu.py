@@ -182,7 +182,7 @@ def test_the_fastest_micro_batch_is_found_whatever_fails(monkeypatch, seconds, e
 
 @pytest.mark.slow
 def test_the_benchmark_runs_to_its_end_on_a_cpu(tmp_path, monkeypatch, capsys):
-    # Which takes 10 seconds here: that our model compiles is shown by test_compile.py.
+    # Which takes 10 seconds here: that our model compiles is shown by test_recompute.py.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(Preset, "micro_batches", [1])
     options = ["--presets", "tiny", "--device", "cpu", "--steps", "2"]

@@ -46,6 +46,16 @@ def test_rounding_is_as_exact_as_the_format(kind, dtype, size):
     assert torch.equal(again.widened(torch.float64), x8.widened(torch.float64))
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_no_scaled_number_exceeds_the_format_and_zeros_stay_zeros(kind):
+    top = torch.finfo(kind).max
+    for k in range(-20, 20):  # a ratio just below a power of two, which log2 rounds up
+        amax = torch.nextafter(torch.tensor(top / 2.0**k), torch.tensor(math.inf))
+        assert amax.double() / quantise(amax.expand(16), kind).inverse.double() <= top
+    assert not quantise(torch.zeros(16), kind).widened(torch.float64).any()
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_single_number_that_is_not_finite_makes_the_product_nan(kind, bad):

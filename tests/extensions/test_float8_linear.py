@@ -6,10 +6,8 @@ micro-batches are rows of test_layouts.py.
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,7 +18,7 @@ from torch import Tensor
 from picotron_min.collectives import Ledger
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
-from picotron_min.extensions.overlap.boundary import Boundary, SequenceBoundary
+from picotron_min.extensions.overlap.boundary import Boundary
 from picotron_min.extensions.overlap.linear import (
     Linear,
     WeightGradients,
@@ -28,11 +26,9 @@ from picotron_min.extensions.overlap.linear import (
     apply_queue,
     linears,
 )
-from picotron_min.extensions.overlap.ring import RingBoundary
 from picotron_min.extensions.precision.float8 import quantise
 from picotron_min.extensions.precision.float8_linear import Float8Linear, apply_float8
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
-from picotron_min.mesh import build_axes
 from picotron_min.model import Llama
 from picotron_min.planner.activations import factors_per_token, saved_per_token
 from picotron_min.runtime.config import Config
@@ -122,54 +118,6 @@ def test_layouts_train_what_one_process_does_in_their_blocks(pool, text):
     train = partial(train_reference, tp=config.layout.tp, cp=config.layout.cp)
     theirs = whole_run(pool, *row(words, layers=3), 2, train)
     assert_same(whole_run(pool, config, model_config, 2), theirs)
-
-
-# Messages.
-
-BATCH, SEQUENCE, HIDDEN = 2, 16, 32
-
-
-class Gathered(NamedTuple):
-    bytes: Tensor
-    inverse: Tensor
-    calls: dict[str, int]
-    num_bytes: int
-    with_nan: list[float]  # the inverse where a rank has a NaN: the first, the last
-
-
-def whole_tensor() -> Tensor:
-    x = torch.randn(BATCH, SEQUENCE, HIDDEN, generator=torch.Generator().manual_seed(3))
-    x[1, -1, 5] = 1e4  # of the last rank: all the others' amax is about 4
-    return x
-
-
-def gather(kind: type[SequenceBoundary], format: torch.dtype) -> Gathered:
-    axis = build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp
-    boundary = kind(axis, WeightGradients())
-    part = whole_tensor().chunk(axis.size, dim=1)[axis.rank]
-    x8 = quantise(part, format, boundary.maximum)
-    whole, _ = boundary.gather_multiply(x8.bytes, [])
-    calls, num_bytes = dict(axis.ledger.calls), axis.ledger.take_bytes()
-    with_nan = []
-    for rank in (0, axis.size - 1):
-        bad = part.clone()
-        bad[0, 0, 0] = math.nan if axis.rank == rank else 1.0
-        with_nan.append(quantise(bad, format, boundary.maximum).inverse.item())
-    return Gathered(whole, x8.inverse, calls, num_bytes, with_nan)
-
-
-@pytest.mark.parametrize("kind", [SequenceBoundary, RingBoundary])
-@pytest.mark.parametrize("n,format", [(2, E5M2), (4, E4M3)], ids=str)
-def test_ranks_gather_the_bytes_of_one_device(pool, n, format, kind):
-    expected = quantise(whole_tensor(), format)
-    gathers = {"all_gather": 1} if kind is SequenceBoundary else {"shift": n - 1}
-    for of_rank in pool.run(n, gather, kind, format):
-        assert torch.equal(of_rank.bytes, expected.bytes)
-        assert of_rank.inverse == expected.inverse
-        assert of_rank.calls == gathers | {"all_reduce": 1}
-        share = (n - 1) / n
-        assert of_rank.num_bytes == share * (BATCH * SEQUENCE * HIDDEN + 2 * 4)
-        assert of_rank.with_nan == [math.inf] * 2, "all ranks skip the step"
 
 
 # What is not finite.
@@ -292,22 +240,3 @@ def test_factors_of_weight_gradients_wait_in_8_bits(config):
     if config.num_local_experts:  # of the two that a token is sent to
         planned -= 2 * 2 * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
     assert (left[1] - left[0]) / TOKENS.numel() == planned
-
-
-def test_rounding_is_compiled_for_every_shape():
-    """Of each linear's input and gradient, in training and evaluation; here they are ten."""
-    torch._dynamo.reset()
-    shape = MODEL.override(num_hidden_layers=1, num_attention_heads=8, head_dim=8)
-    eager = partial(torch.compile, backend="eager")
-    with mock.patch.object(torch, "compile", side_effect=eager) as compile:
-        model = build(shape, torch.float32, compiles=True)
-
-    def train_and_evaluate() -> None:
-        with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
-            run(model, torch.float32)
-            with torch.no_grad():
-                model(TOKENS, POSITIONS, TOKENS)
-
-    # A GPU's backward runs in a thread that has settings of its own.
-    ThreadPoolExecutor(1).submit(train_and_evaluate).result()
-    assert compile.call_count == 1

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,20 +12,17 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from picotron_min.costs import layers_of_stages
 from picotron_min.data import Batches
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.multi_token.extension import MultiToken
 from picotron_min.extensions.multi_token.targets import DepthBatch, look_ahead
-from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.extensions.settings import ModelConfig, Workload
 from picotron_min.loss import IGNORE_INDEX
-from picotron_min.model import DecoderLayer, Head, Llama, rotary_table
+from picotron_min.model import DecoderLayer, Llama, rotary_table
 from picotron_min.pipeline_parallel import Stage, keep_stage
-from picotron_min.planner.memory import memory_of_ranks
 from picotron_min.runtime.architectures import from_hf, to_hf
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
@@ -36,7 +32,6 @@ from picotron_min.runtime.hugging_face import find_weights, layers_left_out
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.assembled import (
     MODEL,
-    assert_trains_as_one_rank,
     make_config,
     make_training,
 )
@@ -161,27 +156,6 @@ def validation_losses(config: Config, model_config: ModelConfig) -> tuple[float,
 def test_validation_is_of_the_next_token_alone(pool):
     for ours, plain in pool.run(2, validation_losses, make_config(pp=2), DEPTHS):
         assert ours == plain
-
-
-V = {"engine": "zb_v", "chunks": 2, "pp": 2, "micro_batches": 2}
-
-
-# Beside the cases in test_layouts.py: a tied embedding and its copy, and one that two stages share.
-@pytest.mark.parametrize(
-    "tied,layout",
-    [
-        (True, {"pp": 2, "micro_batches": 3}),
-        (False, {"dp": 2, "pp": 2, "micro_batches": 2, "sharding": "parameters"}),
-        (True, V),
-        (False, V | {"dp": 2, "sharding": "parameters"}),
-        (True, {"pp": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "document_mask": True}),
-        (False, {"dp": 2, "tp": 2, "overlap": False}),
-    ],
-    ids=str,
-)
-def test_n_ranks_equal_one(pool, tied, layout):
-    config = make_config(**layout)
-    assert_trains_as_one_rank(pool, config, DEPTHS.override(tie_word_embeddings=tied))
 
 
 # transformers' own prediction layers: what goes out is what it computes, and writes text with.
@@ -316,20 +290,6 @@ def stage_of(c: ModelConfig, recompute: str, stage: Stage) -> Llama:
     return model
 
 
-def test_depths_are_predicted_by_the_own_loss_of_a_head():
-    """Which may be faster than others, or over a part of the vocabulary."""
-    shapes, loss = [], Head.loss
-
-    def own(self: Head, x: Tensor, targets: Tensor) -> Tensor:
-        shapes.append(targets.shape)
-        return loss(self, x, targets)
-
-    with mock.patch.object(Head, "loss", own):
-        model = stage_of(GQA, "none", Stage(range(4), True, True))
-    model(*torch.randint(512, (1, 2, 8)), torch.arange(8), torch.randint(512, (2, 2, 8)))
-    assert shapes == [(2, 2, 8)] and "of_stripe" not in str(model.lm_head.stripe_loss)
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_hardware_flops_are_what_torch_counts(recompute):
     model = stage_of(GQA, recompute, Stage(range(4), True, True))
@@ -338,19 +298,3 @@ def test_hardware_flops_are_what_torch_counts(recompute):
         model(tokens, torch.arange(64), targets).backward()
     # torch's counter does not know attention on a CPU: that term vanishes at length 0
     assert hardware_flops_per_token(GQA, 0, recompute) * 2 * 64 == counter.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    "pp,vocab_size,recompute", [(1, 256, "none"), (2, 2048, "none"), (2, 256, "full")]
-)
-def test_the_fullest_moment_of_a_step_is_as_full_as_planned(pp, vocab_size, recompute):
-    c = GQA.override(vocab_size=vocab_size)
-    layout, work = Layout(pp=pp), Workload(1024, recompute=recompute, optimizer="sgd")
-    *_, last = layers_of_stages(c, layout, 1024)
-    model = stage_of(c, recompute, Stage(range(4 - last, 4), pp == 1, True))
-    tokens, targets = torch.randint(vocab_size, (1, 1024)), torch.randint(vocab_size, (2, 1, 1024))
-    x = tokens if pp == 1 else torch.randn(1, 1024, 128, requires_grad=True)
-    with MemTracker() as tracker:
-        model(x, torch.arange(1024), targets).backward()
-    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    assert memory_of_ranks(c, layout, work, "cpu")[-1].total == pytest.approx(peak, rel=0.05)

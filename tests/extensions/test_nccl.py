@@ -8,39 +8,34 @@ from picotron_min.collectives import start_receive, start_send
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
 from picotron_min.runtime.launch import open_communicators
-from tests.assembled import MODELS, make_config, make_training
-from tests.extensions.test_experts import MODELS as EXPERTS
-from tests.extensions.test_experts import make_expert_config
+from tests.assembled import make_training
 from tests.nccl_like import nccl_like
 from tests.pool import RankFailed
+from tests.rows import lines, row
 
-PIPELINE = {"pp": 2, "micro_batches": 3}
-RING = {"sequence_parallel": True, "tp_overlap": True}
-STEPS = {  # four ranks
-    "optimizer": ("tied", {"dp": 2, "sharding": "optimizer", **PIPELINE}),
-    "parameters": ("tied", {"dp": 2, "sharding": "parameters", **PIPELINE}),
-    "layerwise": ("untied", {"dp": 2, "sharding": "layerwise", "tp": 2}),
-    "gradients": ("untied", {"dp": 2, "sharding": "gradients", "cp": 2}),
-    "1f1b": ("tied", {"pp": 4, "micro_batches": 6}),
-    "interleaved": ("tied", {"pp": 4, "chunks": 2, "engine": "interleaved", "micro_batches": 6}),
-    "zb_h1": ("untied", {"tp": 2, "engine": "zb_h1", **PIPELINE, **RING}),
-    "zb_v": ("tied", {"cp": 2, "chunks": 2, "engine": "zb_v", **PIPELINE}),
-    "experts": ("gated", {"dp": 4, "ep": 2}),
-}
+STEPS = """
+sharding: dp=2 pp=2 m=3 sharding=optimizer model=tied
+sharding: dp=2 pp=2 m=3 sharding=parameters model=tied
+sharding: dp=2 tp=2 sp sharding=layerwise
+sharding: dp=2 cp=2 sharding=gradients
+schedules: pp=4 m=6 model=tied
+schedules: pp=4 m=6 engine=interleaved model=tied
+schedules: pp=2 tp=2 m=3 engine=zb_h1 sp tp_overlap
+schedules: pp=2 cp=2 m=3 engine=zb_v model=tied
+experts: dp=4 ep=2 model=gated
+"""
 
 
-def step_as_with_nccl(name: str, eagerly: bool) -> float:
-    model, sizes = STEPS[name]
-    config = (make_expert_config if model in EXPERTS else make_config)(**sizes)
-    training = make_training(config, (MODELS | EXPERTS)[model])
+def step_as_with_nccl(text: str, eagerly: bool) -> float:
+    training = make_training(*row(text))
     with nccl_like(eagerly=eagerly):
         return training.step(0).loss
 
 
 @pytest.mark.parametrize("eagerly", [False, True], ids=["pairs", "one stream"])
-@pytest.mark.parametrize("name", STEPS)
-def test_no_step_stalls_where_communication_waits_as_nccls_does(pool, name, eagerly):
-    losses = pool.run(4, step_as_with_nccl, name, eagerly)
+@pytest.mark.parametrize("text", lines(STEPS))
+def test_no_step_stalls_where_communication_waits_as_nccls_does(pool, text, eagerly):
+    losses = pool.run(4, step_as_with_nccl, text, eagerly)
     assert losses == [pytest.approx(np.log(61), abs=0.3)] * 4
 
 

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
-from picotron_min.extensions.experts.router import LOSSES, Router, RoutingCounts, route
+from picotron_min.extensions.experts.router import (
+    LOSSES,
+    Router,
+    RoutingCounts,
+    force_routing,
+    route,
+)
 from picotron_min.extensions.settings import ModelConfig, Routing
 from tests.extensions.test_moe import drawn
 
@@ -196,3 +202,22 @@ def test_a_router_chooses_by_float32_scores_under_autocast():
     assert torch.equal(experts, route(logits, SHAPE)[1])
     rounded = x @ router.weight.T.bfloat16()
     assert not torch.equal(experts, route(rounded, SHAPE)[1]), "rounding would change no choice"
+
+
+def forced_logits(layer: int, **keys) -> Tensor:
+    """[6, X] of six tokens, in both of two sequences."""
+    router = Router(SHAPE, Routing(**keys), RoutingCounts(SHAPE, CPU), layer)
+    force_routing([router], 8, torch.arange(1, 7))
+    router.weight.data.copy_(drawn(8, E))
+    return router.logits(drawn(2, 6, E, seed=1).float()).detach()
+
+
+def test_a_forced_routing_depends_on_the_position_and_a_biased_one_on_the_layer():
+    even = [forced_logits(i, moe_router_force_load_balancing=True) for i in (0, 0, 1)]
+    assert torch.equal(even[0], even[1]) and not torch.equal(even[0], even[2])
+    torch.testing.assert_close(even[0][0], even[0][1])  # whatever the tokens are
+    assert even[0][0].std(0).min() > 0.1, "other experts at another position"
+    plain, biased = (forced_logits(0, moe_router_force_biased=b) for b in (-0.0, -2.0))
+    bias = (biased - plain).flatten(0, 1)
+    torch.testing.assert_close(bias, bias[:1].expand_as(bias))
+    assert 0.5 < bias[0].std() / 2 < 1.7

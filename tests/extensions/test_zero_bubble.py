@@ -1,8 +1,6 @@
 """Schedules that cut backward in two: orders and formulas, then what ranks do with W."""
 
 import itertools
-import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,23 +11,14 @@ from picotron_min.extensions.overlap.linear import WeightGradients, apply_copies
 from picotron_min.extensions.schedules import zero_bubble
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
 from picotron_min.extensions.schedules.simulator import peak_live, simulate
-from picotron_min.extensions.settings import Layout, ModelConfig, Workload
+from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.model import Llama
 from picotron_min.pipeline_schedule import Action, Kind
-from picotron_min.planner.activations import factors_per_token, saved_per_token
-from picotron_min.planner.memory import memory_of_ranks
+from picotron_min.planner.activations import factors_per_token
 from picotron_min.runtime import draw
-from picotron_min.runtime.public_models import find_preset
 from picotron_min.runtime.trace import Trace
-from tests.assembled import (
-    assert_trains_as_one_rank,
-    make_config,
-    make_training,
-    whole_run,
-)
-from tests.extensions.test_experts import MODELS as EXPERTS
-from tests.extensions.test_experts import make_expert_config
-from tests.training import Training
+from tests.assembled import make_training
+from tests.rows import row
 
 F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 ENGINES = ("zb_h1", "zb_v")
@@ -85,19 +74,6 @@ def test_ranks_are_idle_for_as_long_as_the_formulas_say(p):
     for engine, (is_meant, expected, micro_batches) in cases.items():
         for m in micro_batches:
             assert np.array_equal(idle(engine, p, m)[is_meant], expected[is_meant])
-
-
-def test_bubbles_of_a_real_model_in_the_order_of_the_engines():
-    """SmolLM-1.7B at 2048 tokens: F, B and W of a stage take 1, 1.06 and 0.94."""
-    times = {F: 1.0, B: 1.06, W: 0.94}
-    bubbles = []
-    for engine in ("1f1b", "interleaved", *ENGINES):
-        schedule = SCHEDULES[engine]
-        plans = build_plans(engine, 8, 32, schedule.chunks)
-        whole = times if schedule.splits_backward else times | {B: 2.0}
-        timeline = simulate(plans, lambda _, a, t=whole: t[a.kind], place=schedule.place)
-        bubbles.append(round(100 * timeline.bubble(0), 1))
-    assert bubbles == [17.9, 9.9, 7.6, 3.7]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -156,31 +132,11 @@ def test_factors_are_what_a_backward_leaves_in_the_queue(dtype):
     assert (left[1] - left[0]) / tokens.numel() == planned
 
 
-def test_the_plan_counts_what_w_holds():
-    model_config, S = find_preset("SmolLM-1.7B"), 2048
-    layers = (6, 6, 6, 6)
-    layout = Layout(pp=4, pp_engine="zb_h1", pp_layers=layers)
-    workload = Workload(S, num_micro_batches=32, dtype="bfloat16")
-    E, last = model_config.hidden_size, memory_of_ranks(model_config, layout, workload)[3]
-    each = 6 * saved_per_token(model_config, "bfloat16", "none", layout, 0)
-    factors = 6 * factors_per_token(model_config, "bfloat16", layout, 0)
-    # One is live and three are held, and of the end of the model only one.
-    assert last.activations == pytest.approx(S * (each + 3 * factors + 2 * 4 * E))
-    one = memory_of_ranks(model_config, Layout(pp=4, pp_layers=layers), workload)[3]
-    assert last.loss == one.loss
-
-
 # What ranks do with W. That they train the same model as one rank is in test_layouts.py.
 
 
-def pipeline(engine: str, pp: int, micro_batches: int, model: str = "untied", **more) -> Training:
-    chunks = SCHEDULES[engine].chunks
-    config = make_config(pp=pp, engine=engine, chunks=chunks, micro_batches=micro_batches, **more)
-    return make_training(config, model)
-
-
 def step_without_a_w(sharding: str) -> str:
-    training = pipeline("zb_h1", 1, 3, dp=2, sharding=sharding)
+    training = make_training(*row(f"schedules: dp=2 m=3 engine=zb_h1 sharding={sharding}"))
     training.model.plan.remove(Action(W, 1))
     with pytest.raises(RuntimeError) as error:
         training.step(0)
@@ -196,63 +152,17 @@ def test_gradients_that_a_missing_w_leaves_out_are_named(pool, sharding):
 
 def traced_step(path: Path) -> list[str]:
     """What this rank computed, in the order of its plan."""
-    training = pipeline("zb_v", 2, 4)
+    training = make_training(*row("schedules: pp=2 m=4 engine=zb_v"))
     trace = Trace(range(1), training.axes.pp, torch.device("cpu"), "zb_v")
     training.step(0, trace.watch(0))
     trace.write(path)
     return [str(action) for action in training.model.plan if action.peer is None]
 
 
-def test_a_measured_trace_has_the_spans_of_the_plan(pool, tmp_path, capsys):
+def test_a_measured_trace_has_the_spans_of_the_plan(pool, tmp_path):
     plans = pool.run(2, traced_step, path := tmp_path / "t.json")
     engine, _, timeline, _ = draw.read_trace(str(path))
     assert engine == "zb_v"
     for rank, plan in enumerate(plans):
         assert [str(s.action) for s in timeline.spans if s.rank == rank] == plan
     assert sum(name.startswith("W") for name in plans[0]) == 8
-    draw.main(["--trace", str(path)])
-    means = r"mean forward .* ms, backward .* ms, weight .* ms\n"
-    assert re.search(means, capsys.readouterr().out)
-
-
-def gathered_after_b(config) -> list[bool]:
-    """Whether any weight of a layer was whole when a B had ended; sharded weights."""
-    training = make_training(config, "untied")
-    backward, found = training.model.pipeline._backward, []
-    units = [u for u in training.units if not {"lm_head.weight"} & u.weights.keys()]
-
-    def check_after(action: Action) -> None:
-        backward(action)
-        sizes = [w.untyped_storage().size() for unit in units for w in unit.weights.values()]
-        found.append(any(sizes))
-
-    training.model.pipeline._backward = check_after
-    training.step(0)
-    return found
-
-
-def sharded(engine: str, sharding: str, m: int):
-    chunks = SCHEDULES[engine].chunks
-    return make_config(2, 1, m, 2, engine=engine, chunks=chunks, sharding=sharding)
-
-
-def test_sharded_weights_are_freed_behind_b_since_w_reads_none(pool):
-    for found in pool.run(4, gathered_after_b, sharded("zb_h1", "parameters", 3)):
-        assert found == [False] * 3
-
-
-@pytest.mark.parametrize("sharding", ["optimizer", "parameters"])
-def test_sharded_pipelines_train_the_same_model(pool, sharding):
-    assert_trains_as_one_rank(pool, sharded("zb_v", sharding, 4), "tied")
-
-
-@pytest.mark.parametrize("more", [{}, {"dp": 2, "sharding": "parameters"}], ids=str)
-def test_experts_train_to_the_same_bits_as_with_1f1b(pool, more):
-    """Together, and with bfloat16 copies: sums are in the same order."""
-    make = partial(make_expert_config, pp=2, micro_batches=3, dtype="bfloat16", **more)
-    ours, theirs = (
-        whole_run(pool, make(engine=engine), EXPERTS["softmax"], 2) for engine in ("zb_h1", "1f1b")
-    )
-    assert ours.losses == theirs.losses and ours.norms == theirs.norms
-    for name, weight in theirs.weights.items():
-        assert np.array_equal(ours.weights[name], weight), name
