@@ -95,6 +95,7 @@ def make_batches(lengths: list[int], S=8, positions=None, B=1) -> DocumentBatche
     return DocumentBatches(tokens, ends=ends, seq_length=S, seed=0, positions=positions, **sizes)
 
 
+@pytest.mark.quick
 def test_positions_begin_anew_and_the_end_of_a_document_has_no_target():
     batch = make_batches([3, 1, 6, 9])._read([0, 8, 2])
     assert batch.positions.tolist() == [

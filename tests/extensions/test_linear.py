@@ -39,6 +39,7 @@ def arrivals(model: nn.Module) -> list[str]:
     return names
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_the_queue_gives_autograds_gradients_when_it_is_run(hold, split):

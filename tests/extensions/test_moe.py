@@ -102,6 +102,7 @@ def assert_equals_every_expert(moe: MoE, config: ModelConfig, x: Tensor, kept=No
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11, msg=name)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("model", MODELS)
 def test_a_mixture_equals_every_expert_on_every_token(model):
     assert_equals_every_expert(make_moe(MODELS[model]), MODELS[model], drawn(2, 15, 8, seed=7))

@@ -131,6 +131,7 @@ def test_losses_and_gradients_are_those_of_the_objective_written_out(pool, tied,
     pool.run(1, compare_with_the_objective, config, model_config)
 
 
+@pytest.mark.quick
 def test_targets_are_read_further_and_none_is_behind_an_end(monkeypatch):
     sizes = {"micro_batch_size": 3, "num_micro_batches": 1, "dp_rank": 0, "dp_size": 1}
     batches = Batches(np.arange(13), seq_length=4, seed=0, positions=torch.tensor([0, 3]), **sizes)

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ def muon(parameters: list[nn.Parameter], recipe: Recipe = RECIPE) -> Muon:
     return Muon([whole(p) for p in parameters], build_optimizer([], recipe), recipe)
 
 
+@pytest.mark.quick
 def test_updates_in_bfloat16_are_torchs_bit_for_bit():
     generator = torch.Generator().manual_seed(3)
     draws = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(6)]

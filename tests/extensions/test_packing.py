@@ -21,6 +21,7 @@ def slow_best_fit(lengths: list[int], S: int) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("S", [1, 7, 24, 60])
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_are_as_full_as_those_that_are_searched_for_one_by_one(S, seed):

@@ -16,6 +16,7 @@ from picotron_min.runtime.public_models import find_preset
 ROWS = Cut("dp_cp", 0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_buffer_has_every_element_once_and_rows_as_torch_chunk_cuts_them(n):
     shapes = {"a": (61, 4), "b": (3, 2), "c": (8, 1)}

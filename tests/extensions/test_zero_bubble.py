@@ -24,6 +24,7 @@ F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
 ENGINES = ("zb_h1", "zb_v")
 
 
+@pytest.mark.quick
 def test_zb_h1_is_1f1b_with_weight_gradients_between():
     for p, m in itertools.product(range(1, 7), (1, 2, 3, 7, 12)):
         for rank in range(p):

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 
+from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.traffic import planned_ledger, planned_traffic
 from picotron_min.runtime.config import KEYS, Config
@@ -26,6 +27,7 @@ def config_of(model: ModelConfig, **options) -> Config:
         # The tokenizer has more ids than this vocabulary: so its size is not in the config.
         "model": {k: v for k, v in shape.items() if k not in ("rope_scaling", "vocab_size")},
         "training": {"seq_length": 16, "micro_batch_size": 1, "eval_batches": 0},
+        "dataset": {},
     }
     raw["training"] |= {"optimizer": "sgd"}
     for name, value in options.items():
@@ -60,6 +62,7 @@ MODELS |= {
     "depths": {"num_nextn_predict_layers": 2, "num_hidden_layers": 5},
 }
 
+# A V has both ends on one rank.
 LAYOUTS = """\
 tp=4 sp=true tp_overlap=true recompute=selective
 dp=2 tp=2 sp=true recompute=full dtype=bfloat16
@@ -69,23 +72,26 @@ dp=2 tp=2 sharding=optimizer m=3 model=tied
 dp=2 cp=2 sharding=gradients m=3 dtype=bfloat16
 dp=2 tp=2 sp=true sharding=parameters dtype=bfloat16 model=tied
 dp=2 pp=2 sharding=parameters recompute=full m=3 model=tied
-dp=2 tp=2 optimizer=muon
 dp=3 tp=2 sharding=layerwise optimizer=muon dtype=bfloat16
+dp=2 tp=2 sharding=gradients m=3 optimizer=muon dtype=bfloat16 model=repeated
 dp=4 tp=2 ep=2 etp=2 padded sharding=optimizer optimizer=muon model=shared
 dp=2 ep=2 padded moe_global_aux_loss_coeff=0.1 model=experts
 tp=2 dp=2 ep=2 etp=2 padded recompute=full model=shared
-dp=2 ep=2 model=all
 tp=2 cp=2 ep=4 sp=true padded recompute=full model=experts
+dp=2 ep=2 model=all
 dp=4 tp=2 ep=2 etp=2 ep_engine=allgather sharding=parameters recompute=full model=shared
 dp=2 pp=2 cp=2 sharding=optimizer m=3 model=tied
 dp=2 pp=2 tp=2 sp=true m=2 recompute=full dtype=bfloat16 model=depths
 dp=2 pp=2 pp_engine=zb_v pp_chunks=2 m=4 sharding=parameters model=depths
-dp=2 pp=2 pp_engine=zb_v pp_chunks=2 m=4 sharding=none model=five
 dp=2 pp=2 pp_engine=zb_v pp_chunks=2 m=4 sharding=gradients model=five
-pp=2 tp=2 sp=true pp_engine=afab m=4 recompute=full model=five
-pp=2 tp=2 sp=true pp_engine=interleaved pp_chunks=2 m=4 recompute=full model=five
-pp=2 pp_engine=zb_h1 m=4 recompute=full model=five
+tp=2 sp=true dtype=bfloat16 fp8=true fp8_skip=1 tp_overlap=true recompute=selective
+tp=2 sp=true ep=2 padded dtype=bfloat16 fp8=true recompute=full model=shared
+cp=2 document_mask=true
 """.splitlines()
+LAYOUTS += [
+    f"pp=2 tp=2 sp=true pp_engine={name} pp_chunks={s.chunks} m=4 recompute=full model=five"
+    for name, s in SCHEDULES.items()
+]
 KEYS_OF = {"sp": "sequence_parallel", "m": "gradient_accumulation_steps"}
 
 
