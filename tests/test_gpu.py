@@ -1,5 +1,4 @@
-"""What only a GPU can show, skipped without one; and what can be shown of it on a CPU:
-that the host leaves a GPU alone, and that benchmarks/gpu.py finds the fastest micro-batch."""
+"""What only a GPU can show, skipped without one; and that benchmarks/gpu.py finds the fastest."""
 
 import json
 import os
@@ -22,6 +21,9 @@ from benchmarks import gpu
 from benchmarks.common import Done
 from benchmarks.gpu import Preset, Work
 from picotron_min.attention import SoftmaxAttention, merge_blocks
+from picotron_min.dry_run.device import GPU as FAKE_GPU
+from picotron_min.dry_run.device import as_on_a_gpu
+from picotron_min.dry_run.recorder import Recorder
 from picotron_min.extensions.documents.attention import DocumentAttention, VarlenAttention
 from picotron_min.extensions.documents.rectangles import Documents
 from picotron_min.extensions.kernels import attention
@@ -35,9 +37,7 @@ from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, compute_deterministically, set_environment
 from picotron_min.runtime.saver import Saver
-from tests import fake_cuda
 from tests.assembled import make_training
-from tests.fake_cuda import waits_of_a_step
 from tests.rows import lines, row
 from tests.training import with_autograd
 from train import Run, train_step
@@ -68,59 +68,23 @@ def test_copies_of_the_weights_give_what_autocast_would_to_the_last_bit(pool, te
     pool.run(row(text)[0].world_size, compare_copies_with_autocast, text)
 
 
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4, "vocab_size": 512}
-SIZES |= {"use_cpu": False, "dtype": "bfloat16", "optimizer": "adamw"}
-ONE_WAIT = """
-core: optimizer=sgd dtype=float32
-core: dp=2 pp=2 cp=2 tp=2 m=2 log_num_zeros_in_grad
-optimizers: dp=4 tp=2 optimizer=muon
-precision: dp=2 sharding=parameters fp8 seq_length=32
-overlap: tp=2 sp tp_overlap
-documents: cp=4 mask
-documents: cp=4 ulysses mask
-schedules: pp=4 m=4 recompute=selective
-schedules: dp=2 pp=2 m=2 engine=zb_v
-schedules: pp=2 m=2 engine=interleaved sharding=optimizer
-memory: layers=4 offload=3 recompute=full moments=bfloat16
-experts: dp=2 ep=2 padded model=softmax
-"""
-
-
-def waits(text: str) -> dict[str, int]:
-    """Of the last rank, which often counts no gradient; below of a GPU itself."""
-    config, model = row(text, **SIZES)
-    return waits_of_a_step(config, config.world_size - 1, model)
-
-
-@pytest.mark.parametrize("text", lines(ONE_WAIT))
-def test_a_step_has_one_wait_for_the_gpu(monkeypatch, text):
-    monkeypatch.setattr(offload, "LEAST_OFFLOAD", 1)
-    found = waits(text)
-    assert [*found.values()] == [1] and "train.py" in min(found), found
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_experts_that_are_not_padded_add_a_wait_a_layer(monkeypatch, capability):
-    """For the numbers of rows. torch would read them again for every product on an A100."""
-    patch = (torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(fake_cuda, "PATCHES", [*fake_cuda.PATCHES, patch])
-    assert sorted(waits("experts: dp=2 ep=2 layers=3 model=softmax").values()) == [1, 3]
-
-
 def test_a_checkpoint_is_copied_from_the_gpu_with_one_wait():
     saver = Saver.__new__(Saver)
     saver.copies = {}
-    with fake_cuda.as_on_a_gpu() as host, mock.patch("torch.cuda.current_stream") as stream:
-        tensors = {name: torch.ones(3, device=fake_cuda.GPU) for name in "abc"}
+    stream = mock.patch("torch.cuda.current_stream")
+    with as_on_a_gpu() as mode, Recorder("cuda", mode) as recorder, stream as stream:
+        tensors = {name: torch.ones(3, device=FAKE_GPU) for name in "abc"}
         for copy in saver._copy(tensors).values():
             assert copy.is_cpu and copy.is_page_locked
-    assert not host.waits.total() and stream().synchronize.call_count == 1
+    assert not recorder.waits and stream().synchronize.call_count == 1
 
 
 def test_no_sum_of_a_stripe_is_rounded_on_a_gpu():
-    with fake_cuda.as_on_a_gpu(), mock.patch.object(torch, "addmm", wraps=torch.addmm) as addmm:
-        x, weight = (torch.ones(n, 8, device=fake_cuda.GPU) for n in (5000, 16))
-        targets = torch.ones(5000, device=fake_cuda.GPU, dtype=torch.int64)
+    spy = mock.patch.object(torch, "addmm", wraps=torch.addmm)
+    with as_on_a_gpu() as mode, Recorder("cuda", mode) as recorder, spy as addmm:
+        recorder.begin()
+        x, weight = (torch.ones(n, 8, device=FAKE_GPU) for n in (5000, 16))
+        targets = torch.ones(5000, device=FAKE_GPU, dtype=torch.int64)
         with torch.autocast("cuda", torch.bfloat16):
             head_loss(x, weight.requires_grad_(), targets, stripe_loss)
     outs = [(call.args[1].dtype, call.kwargs["out"].dtype) for call in addmm.call_args_list]

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from picotron_min import collectives
+from picotron_min.dry_run.device import GPU, as_on_a_gpu
+from picotron_min.dry_run.recorder import Recorder
+from picotron_min.dry_run.run import dry_run
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from tests.assembled import Run, make_training, train_briefly, whole_run
-from tests.fake_cuda import GPU, as_on_a_gpu
 from tests.rows import row
-from tests.test_gpu import waits
 
 
 def train_with_copies(config: Config, model: ModelConfig, steps: int) -> Run:
@@ -37,7 +38,7 @@ def test_messages_that_are_copies_train_the_same(pool, text):
 
 def test_only_gloo_takes_messages_of_a_gpu_from_the_host(monkeypatch):
     axis = SimpleNamespace(group=None)
-    with as_on_a_gpu():
+    with as_on_a_gpu() as mode, Recorder("cuda", mode):
         for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
             monkeypatch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
             message = collectives.as_message(torch.ones(2, device=GPU), axis)
@@ -48,7 +49,9 @@ def test_only_gloo_takes_messages_of_a_gpu_from_the_host(monkeypatch):
 @pytest.mark.parametrize("text", ["pp=2 cp=2 m=2", "tp=2 sp tp_overlap"])
 def test_what_arrives_on_the_host_is_brought_to_the_gpu(monkeypatch, text):
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    assert any("collectives.py" in line for line in waits(f"core: {text}"))  # slow, and right
+    config, _ = row(f"core: {text}", use_cpu=False, dtype="bfloat16")
+    waits = dry_run(config, config.world_size - 1).waits
+    assert any("collectives.py" in line for line in waits)  # slow, and right
 
 
 # From here on a GPU is needed: N ranks on one train what one rank does.
