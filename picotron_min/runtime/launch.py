@@ -149,15 +149,22 @@ def set_environment(tokenizers_parallelism: bool | None = None) -> None:
     # other numbers of rows in each step.
     for cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
+    known, given = [name for _, name in socket.if_nameindex()], os.environ.get(INTERFACE, "")
+    if unknown := [name for name in given.split(",") if name and name not in known]:
+        problem = f"{INTERFACE}={given}: this machine has no network interface {unknown[0]}"
+        raise ValueError(f"{problem}: unset it, or name one of {', '.join(known)}")
     if tokenizers_parallelism is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = str(tokenizers_parallelism).lower()
+
+
+INTERFACE = "GLOO_SOCKET_IFNAME"  # through which gloo connects
 
 
 def listen_on_loopback() -> None:
     """Let gloo, which authenticates no one, be reached from this machine alone."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+        os.environ.setdefault(INTERFACE, loopback[0])
 
 
 def set_allocator(returns: bool) -> None:

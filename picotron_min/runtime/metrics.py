@@ -142,4 +142,12 @@ def start_wandb(**options):
     mode = wandb.setup().settings.mode  # from WANDB_MODE, for example
     if mode == "online" and not wandb.login(prompt=False, verify=False):
         mode = "offline"
-    return wandb.init(mode=mode, **options)
+    try:
+        return wandb.init(mode=mode, **options)
+    except wandb.Error as error:  # of its server
+        why = " ".join(str(error).split())[:200]
+        if mode != "online":
+            raise OSError(f"wandb cannot record this run: {why}: see section logging") from error
+        print(f"warning: wandb cannot be reached ({why}): recorded as with WANDB_MODE=offline")
+        wandb.teardown()  # it still holds the run's id
+        return wandb.init(mode="offline", **options)

@@ -23,6 +23,7 @@ from picotron_min.runtime.launch import (
     compute_deterministically,
     exit_on_usage_error,
     open_process_group,
+    set_environment,
     torchrun_launch,
 )
 
@@ -141,3 +142,9 @@ def test_a_deterministic_process_sets_what_cublas_reads(monkeypatch):
     assert torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     assert environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and not fills.fill_uninitialized_memory
+
+
+def test_a_network_interface_of_another_machine_is_refused(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib0")
+    with pytest.raises(ValueError, match=r"^GLOO_SOCKET_IFNAME=lo,ib0: .* ib0: unset it"):
+        set_environment()

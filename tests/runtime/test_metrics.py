@@ -91,3 +91,13 @@ def test_wandb_gets_the_same_records_and_is_online_only_when_logged_in(
     (written,) = read(tmp_path / "m.jsonl")
     known = {key: value for key, value in written.items() if value is not None}
     run.log.assert_called_once_with(known, step=known.pop("step"))
+
+
+def test_a_server_of_wandb_that_refuses_leaves_the_run_offline(monkeypatch, capsys, tmp_path):
+    wandb, run = mock.Mock(Error=KeyError), mock.Mock()
+    wandb.setup().settings.mode = "online"
+    wandb.init.side_effect = [KeyError("error 401"), run]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    assert MetricsLog(tmp_path / "m.jsonl", wandb_options={"project": "p"}).wandb is run
+    assert [call.kwargs["mode"] for call in wandb.init.call_args_list] == ["online", "offline"]
+    assert "error 401'): recorded as with WANDB_MODE=offline" in capsys.readouterr().out
