@@ -168,7 +168,9 @@ def _open(file: Path) -> io.BufferedReader:
 
 def _load(dataset: Dataset, corpus: Corpus) -> dict[str, dict]:
     """The splits that the library `datasets` finds; of the hub the one that is asked for."""
-    import datasets
+    needs = "run  pip install datasets, or name ids in a .npy or .bin file, which need none"
+    with explained(f"dataset {dataset.name!r} needs a package", needs, ModuleNotFoundError):
+        import datasets
 
     name, subset, split = dataset.name, dataset.subset_name, dataset.split
     remedy = 'check its files, or spelling and network; or set dataset.name to "stdlib" or a file'

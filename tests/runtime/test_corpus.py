@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,9 @@ def test_a_dataset_that_the_hub_does_not_give_is_reported_with_what_was_tried(mo
     message = r"'no/thing' \(subset 'en', split 'train'\): Couldn't reach .*network; or set datase"
     with pytest.raises(ValueError, match=message):
         read("no/thing", subset_name="en")
+
+
+def test_a_missing_package_is_named_with_what_needs_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"needs a package: .*pip install datasets, or .*\.npy"):
+        open_documents(Dataset(name="owner/text"), find_corpus(Dataset(name="owner/text")))
