@@ -44,7 +44,7 @@ def find_corpus(dataset: Dataset) -> Corpus:
     if dataset.subset_name:
         problem = f"subset_name={dataset.subset_name!r} is for the hub, but {path} is here"
         raise ValueError(f"{problem}: set dataset.subset_name to null")
-    found = [*_walk(path, set())]
+    found = [*_walk(path)]
     if any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
         kind, files = "saved", [file for file in found if file.suffix in (".arrow", ".json")]
     else:
@@ -54,20 +54,22 @@ def find_corpus(dataset: Dataset) -> Corpus:
                 names.setdefault(file.resolve(), file)
         files = [*names.values()]
         kind = _only_kind(path, files)
-    chosen = {*files}
-    rest = [str(file.relative_to(path)) for file in found if file not in chosen]
+    chosen = {file.resolve() for file in files}
+    rest = [str(file.relative_to(path)) for file in found if file.resolve() not in chosen]
     return Corpus(kind, files, rest)
 
 
-def _walk(path: Path, seen: set[Path]) -> Iterator[Path]:
-    """All files at or below a path, in order; hidden folders below are not entered, others once."""
-    if not path.is_dir() or (_is_hidden(path) and seen):
+def _walk(path: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """All files at or below a path, in order; hidden folders below are not entered."""
+    if not path.is_dir() or (_is_hidden(path) and above):
         if not path.exists() and not _is_hidden(path):
             raise ValueError(f"{path} is a link to a file that is not there: mend or remove it")
         yield path
-    elif (real := path.resolve()) not in seen:  # links may lead in a circle
-        seen.add(real)
-        yield from chain.from_iterable(_walk(entry, seen) for entry in sorted(path.iterdir()))
+        return
+    if (real := path.resolve()) in above:
+        raise ValueError(f"{path} leads back to {real}, in a circle: remove one of the links")
+    for entry in sorted(path.iterdir()):
+        yield from _walk(entry, (*above, real))
 
 
 def _is_hidden(path: Path) -> bool:
