@@ -12,8 +12,10 @@ ranks that are not among them are left out.
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from picotron_min.dry_run.recorder import Message
-from picotron_min.layout import Layout
+from picotron_min.layout import Coordinates, Layout
 from picotron_min.pipeline_schedule import RECEIVES, SENDS
 
 BACK = {SENDS[kind]: RECEIVES[kind] for kind in SENDS}
@@ -23,21 +25,13 @@ Messages = dict[int, list[Message]]  # by rank
 
 def kinds_of_ranks(layout: Layout) -> list[int]:
     """All stages at the first place of the other axes; of the first and last stage all ends."""
-    sizes = layout.sizes._asdict()
-    first = dict.fromkeys(sizes, 0)
-    places = [first | {"pp": stage} for stage in range(layout.pp)]
-    for stage in {0, layout.pp - 1}:
-        ends = [{axis: sizes[axis] - 1} for axis in ("dp", "cp", "tp")]
-        ends.append({axis: sizes[axis] - 1 for axis in ("dp", "cp", "tp")})
-        places += [first | {"pp": stage} | end for end in ends]
-    return sorted({rank_at(layout, place) for place in places})
-
-
-def rank_at(layout: Layout, place: dict[str, int]) -> int:
-    rank = 0
-    for axis, size in layout.sizes._asdict().items():
-        rank = rank * size + place[axis]
-    return rank
+    sizes = layout.sizes
+    last = {axis: size - 1 for axis, size in sizes._asdict().items() if axis != "pp"}
+    ends = [{axis: place} for axis, place in last.items()] + [last]
+    first = Coordinates(0, 0, 0, 0)
+    places = [first._replace(pp=stage) for stage in range(layout.pp)]
+    places += [places[stage]._replace(**end) for stage in (0, -1) for end in ends]
+    return sorted({int(np.ravel_multi_index(place, sizes)) for place in places})
 
 
 def misfit(runs: Messages) -> str | None:

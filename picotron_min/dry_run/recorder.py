@@ -116,9 +116,8 @@ class Recorder(TorchDispatchMode):
 
     def _note_wait(self, kind, args: tuple) -> None:
         waits = kind in READS and any(getattr(x, "is_cuda", False) for x in tree_leaves(args))
-        if (
-            kind is aten._grouped_mm and args[0].is_cuda
-        ):  # where CUDA has no kernel for it, torch reads the sizes
+        # Where CUDA has no kernel for a grouped product, torch reads the sizes of its groups.
+        if kind is aten._grouped_mm and args[0].is_cuda:
             waits = torch.cuda.get_device_capability() < (9, 0) or args[0].dtype != torch.bfloat16
         if waits:
             self.waits[our_line()] += 1
@@ -145,9 +144,7 @@ class Recorder(TorchDispatchMode):
         kind = function.overloadpacket.__name__.strip("_")
         peer = ranks[args[2]] if kind in ("send", "recv") else None
         rows = tuple(args[3:5]) if kind == "alltoall_base" else ()
-        tensors = (
-            x for x in tree_leaves(args[: 2 if peer is None else 1]) if isinstance(x, Tensor)
-        )
+        tensors = (x for x in tree_leaves(args[:2]) if isinstance(x, Tensor))
         tensors = tuple((tuple(x.shape), x.dtype) for x in tensors)
         self.messages.append(Message(kind, ranks, peer, tensors, rows, self.action))
 
