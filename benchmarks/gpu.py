@@ -14,7 +14,8 @@ micro-batch that is fastest for it: powers of two are tried until one does not f
 It is measured as it is, and with its layers and its loss compiled: then also with twice that, which
 needs less memory. The median counts. Beside ours is what its products take alone.
 
-A row is printed, and written to the file of `--json`, as soon as it is measured.
+A row is printed, and written to the file of `--json`, as soon as it is measured. It is marked where
+it is more than 5% slower than in benchmarks/gpu.json, the rows to hold it against, if it is there.
 """
 
 import contextlib
@@ -62,6 +63,7 @@ WARMUP = 3  # steps
 ALONE = "its products alone"
 PEER = "transformers"
 CONTENDERS = ("picotron-min", ALONE, "picotron-min compiled", PEER, f"{PEER} compiled")
+RECORDS = Path(__file__).with_suffix(".json")
 HEAD = f"{'':28}{'mbs':>4}{'ms a step':>11}{'tokens/s':>11}{'MFU':>8}{'HFU':>8}{'GB':>7}"
 HEAD += f"{'ours / it':>11}"
 
@@ -141,6 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f'--profile profiles {PROFILED}: name "{PROFILED}" in --only')
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU: --device cpu --presets tiny shows that the script runs")
+    recorded = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
     with one_process(options.device) as device:
         machine, rows = common.facts(device), []
         for name, value in machine.items():
@@ -151,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
             for result in measure(work, options.only, options.sizes, options.steps):
                 results.append(result)
                 rows.append(record(machine, name, result))
-                print(line(result, results), flush=True)
+                print(line(result, results) + slower(rows[-1], recorded), flush=True)
                 if options.json:  # each time: the next contender may be cut off
                     options.json.write_text(json.dumps(rows, indent=1))
             sizes = {result.contender: result.micro_batch for result in results}
@@ -338,6 +341,13 @@ def line(r: Result, results: list[Result]) -> str:
 
 def record(machine: dict[str, str], preset: str, r: Result) -> dict[str, object]:
     return {**machine, "preset": preset, "contender": r.contender, "mbs": r.micro_batch, **r.speed}
+
+
+def slower(row: dict, recorded: list[dict]) -> str:
+    """A remark if the same was more than 5% faster on the same device."""
+    keys, unit = ("device", "preset", "contender"), "tokens_per_second"
+    best = max((o[unit] for o in recorded if all(o[k] == row[k] for k in keys)), default=0)
+    return f"   SLOWER: {best:.0f} recorded" if row[unit] < 0.95 * best else ""
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ ROOT = Path(__file__).parent.parent
 BUDGETS = {
     "train.py picotron_min/*.py": 17_600,
     "picotron_min/extensions/**/*.py": 29_700,
-    "picotron_min/runtime/*.py": 29_400,
+    "picotron_min/runtime/*.py": 29_500,
     "picotron_min/planner/*.py": 24_000,
     "picotron_min/dry_run/*.py": 5_100,
     "picotron_min/report/*.py": 5_700,
-    "difference/*.py": 8_200,
+    "difference/*.py": 8_300,
     "exercises/[_a-z]*[_a-z].py": 46_000,
-    "create_config.py benchmarks/*.py": 9_000,
-    "tests/**/*.py": 130_000,
+    "create_config.py benchmarks/*.py": 9_100,
+    "tests/**/*.py": 130_500,
 }
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 FREE |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import gpu
 from benchmarks.common import Done
-from benchmarks.gpu import Preset, Work
+from benchmarks.gpu import Preset, Result, Work
 from picotron_min.attention import SoftmaxAttention, merge_blocks
 from picotron_min.dry_run.device import GPU as FAKE_GPU
 from picotron_min.dry_run.device import as_on_a_gpu
@@ -44,6 +44,7 @@ from train import Run, train_step
 
 ROOT = Path(__file__).parent.parent
 GPU = torch.device("cuda")
+SPEED = "tokens_per_second"
 
 
 def compare_copies_with_autocast(text: str) -> None:
@@ -108,6 +109,13 @@ def test_gpu_memory_grows_in_segments_unless_the_user_chose(monkeypatch):
         assert os.environ.pop(name) == "mine" and "PYTORCH_ALLOC_CONF" not in os.environ
     set_environment()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_row_is_held_against_a_recorded_one():
+    row = gpu.record({"device": "a GPU"}, "tiny", Result("ours", 4, [0.1], [], {SPEED: 2000}))
+    for speed, remark in ((2090, ""), (2110, "   SLOWER: 2110 recorded")):
+        assert gpu.slower(row, [row | {SPEED: speed}]) == remark
+        assert not gpu.slower(row, [row | {"device": "another", SPEED: speed}])
 
 
 TINY = Preset("tiny", 64, tokens=512)

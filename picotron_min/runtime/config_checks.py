@@ -90,6 +90,10 @@ def _name_problems(config: Config) -> Iterator[str]:
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
+    start = config.checkpoint.load_path or "latest"
+    is_near = start != "latest" and difflib.get_close_matches(start, ["latest"])
+    if is_near and not os.path.exists(start):
+        yield f'checkpoint.load_path={start}: there is no such folder: did you mean "latest"?'
 
 
 def _path_problems(config: Config) -> Iterator[str]:

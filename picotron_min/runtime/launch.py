@@ -129,11 +129,17 @@ def exit_on_usage_error() -> Iterator[None]:
         # Every rank finds most of them: the first one of a node reports them, and the launcher then
         # ends the others while they sleep. They report only what the first one has not found.
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
-        message = str(error)
-        if isinstance(error, dist.DistError):  # of the ranks' store, with a C++ stack below it
-            message = f"{first_line(error)} See rank 0, or check MASTER_ADDR and MASTER_PORT"
-        print_end(message)
+        print_end(in_words(error))
         raise SystemExit(2) from None
+
+
+def in_words(error: BaseException) -> str:
+    if isinstance(error, dist.DistError):  # of the ranks' store, with a C++ stack below it
+        return f"{first_line(error)} See rank 0, or check MASTER_ADDR and MASTER_PORT"
+    if isinstance(error, UnicodeEncodeError):  # the name of a file
+        problem = f"this machine's locale is {error.encoding}, in which {error.object!r:.90} cannot"
+        return f"{problem} be written: set PYTHONUTF8=1"
+    return str(error)
 
 
 def first_line(error: BaseException) -> str:
@@ -198,7 +204,20 @@ def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
         raise ValueError(f"{problem}; {remedy}, or set distributed.use_cpu")
     device = torch.device("cuda", launch.local_rank % gpus)
     torch.cuda.set_device(device)
+    _check_segments(device, launch)
     return device
+
+
+def _check_segments(device: torch.device, launch: Launch) -> None:
+    """Use fixed segments of memory where a virtual machine's driver has none that can grow."""
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch.empty(1, device=device)  # raises if the cause is another one
+        if launch.local_rank == 0:
+            why = first_line(error)
+            print(f"GPU memory is in fixed segments: the driver has no other ({why})", flush=True)
 
 
 def choose_backend(device: torch.device, backend: str) -> str:

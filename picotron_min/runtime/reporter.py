@@ -170,7 +170,7 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     text, batches = inputs.text, inputs.batches
     if left := text.not_read:
         names = ", ".join(left[:5]) + f" and {len(left) - 5} more" * (len(left) > 5)
-        kinds = "of another kind, hidden, or a second name of one that is read"
+        kinds = "of another kind, or hidden"
         yield f"{counted(len(left), 'file')} of dataset.name not read ({kinds}): {names}"
     if text.with_end_inside:
         what = f"{counted(text.with_end_inside, 'document')} with the end-of-text token inside"

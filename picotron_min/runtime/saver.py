@@ -108,6 +108,11 @@ class Saver:
         if not finite:
             why = "the weights are not finite: no model is written"
             raise FloatingPointError(f"{why}. Resume from an earlier checkpoint, or start anew")
+        skipped = self.run.skipped
+        if skipped.in_a_row and not skipped.has_learned:
+            why = "the gradient was not finite in any step, so that nothing was learned"
+            remedy = "Start from other weights, or from an earlier checkpoint"
+            raise FloatingPointError(f"{why}: no model is written. {remedy}")
         dtype = getattr(torch, inputs.config.model.dtype)
         weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
         parts = model.parts_of_whole(weights)

@@ -209,3 +209,16 @@ def test_groups_of_experts_are_kept_and_what_is_switched_off_is_listed():
     trial = trial_of(make_config(dp=2, ep=2, dtype="bfloat16", **groups), 1, own_sizes=False)
     assert (trial.model_config.num_local_experts, trial.model_config.n_group) == (4, 2)
     assert trial.changes == ["dtype bfloat16"]
+
+
+def test_a_course_that_cannot_be_imported_is_reported_in_one_line(tmp_path):
+    for name in ("difference", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    broken = tmp_path / "picotron_min"
+    broken.mkdir()
+    for text, said in (("def f(:\n", "SyntaxError"), ("import nothing_like_it\n", "nothing_like_")):
+        (broken / "__init__.py").write_text(text)
+        process = started("a.json", tmp_path)
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, out, error.count("\n")) == (2, "", 1)
+        assert f"{broken}/__init__.py:1" in error and said in error

@@ -58,6 +58,7 @@ def problems(raw: dict) -> list[str]:
 
 # A config with one mistake, and some words of the sentence about it.
 BAD = """
+c.load_path=latset                      | there is no such folder: did you mean "latest"?
 t.seq_length="256"                      | training.seq_length="256": must be a valid integer
 t.learning_rate=NaN                     | learning_rate=NaN: must be a finite number
 t.seq_length=null                       | training.seq_length=null: must be a valid integer

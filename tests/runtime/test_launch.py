@@ -22,6 +22,7 @@ from picotron_min.runtime.launch import (
     choose_device,
     compute_deterministically,
     exit_on_usage_error,
+    in_words,
     open_process_group,
     set_environment,
     torchrun_launch,
@@ -116,6 +117,7 @@ def test_a_backend_that_cannot_work_on_the_device_is_refused_with_the_remedy():
 def test_processes_share_gpus_with_gloo_alone(monkeypatch):
     for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch, "empty", lambda size, device: None)
     launch = Launch(5, 3, 8, None)
     assert choose_device(launch._replace(shares_gpus=True), use_cpu=False) == GPU
     with pytest.raises(ValueError, match=r"process 3 .* there are 2; .*backend gloo, or"):
@@ -148,3 +150,29 @@ def test_a_network_interface_of_another_machine_is_refused(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib0")
     with pytest.raises(ValueError, match=r"^GLOO_SOCKET_IFNAME=lo,ib0: .* ib0: unset it"):
         set_environment()
+
+
+def test_memory_in_segments_that_grow_is_tried_once(monkeypatch, capsys):
+    settings, allowed = [], "expandable_segments:False"
+
+    def empty(size: int, device: torch.device) -> None:
+        if settings[-1:] != [allowed]:
+            raise RuntimeError("CUDA driver error: operation not supported\nand a stack")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert choose_device(Launch(0, 0, 2, None), use_cpu=False) == torch.device("cuda", 0)
+    assert settings == ["expandable_segments:False"]
+    assert "fixed segments: the driver has no other (CUDA driver error" in capsys.readouterr().out
+    allowed = "nothing"
+    with pytest.raises(RuntimeError):
+        choose_device(Launch(0, 0, 2, None), use_cpu=False)
+    assert not capsys.readouterr().out
+
+
+def test_a_name_that_the_locale_cannot_write_is_refused_with_the_remedy():
+    with pytest.raises(UnicodeEncodeError) as error:
+        "größe".encode("ascii")
+    assert in_words(error.value).endswith("'größe' cannot be written: set PYTHONUTF8=1")

@@ -141,7 +141,7 @@ def test_a_run_warns_of_what_is_other_than_expected():
         last_step=6,
     )
     starts = (
-        "1 file of dataset.name not read (of another kind, hidden, or a second name of one that",
+        "1 file of dataset.name not read (of another kind, or hidden): ",
         "the text has 5 sequences to train on: each step of 8 sequences repeats some",
         "moe_router_force_load_balancing=true: experts are chosen by chance, for benchmarks",
         "no step is left: runs/step-00000006 has 6 of 6; its model is exported",
@@ -178,6 +178,14 @@ def test_a_run_that_diverges_stops_with_the_remedy(workplace):
     assert workplace.files("diverges") == ["metrics.jsonl", "run.jsonl", "step-00000002"]
     norms = [record["grad_norm"] for record in workplace.steps("diverges")]
     assert norms[2:] == [None, None] and None not in norms[:2]
+
+
+def test_a_run_whose_steps_were_all_skipped_exports_nothing(workplace):
+    config = workplace.config("skipped", training={"total_train_steps": 2, "warmup_steps": 0})
+    outcome = workplace.main(config, partial(gradients_are_not_finite, 0))
+    assert outcome.code == 1 and "Done" not in outcome.output
+    assert "not finite in any step, so that nothing was learned: no model is" in outcome.output
+    assert workplace.files("skipped") == ["metrics.jsonl", "run.jsonl"]
 
 
 def state_of(training: Training) -> dict[str, torch.Tensor]:
