@@ -92,7 +92,9 @@ def test_a_run_that_loads_a_checkpoint_is_stopped_and_resumed(monkeypatch, capsy
 
 
 def test_ctrl_c_ends_the_run_and_prints_no_traceback(tmp_path, monkeypatch, capsys):
-    sleeps = f"import os, time; pid = os.fork(); pid and open({str(tmp_path / 'pid')!r}, 'w')"
+    written = tmp_path / "pid"
+    written.touch()
+    sleeps = f"import os, time; pid = os.fork(); pid and open({str(written)!r}, 'w')"
     sleeps += ".write(str(pid)); time.sleep(100)"
 
     class Interrupted(subprocess.Popen):
@@ -100,7 +102,7 @@ def test_ctrl_c_ends_the_run_and_prints_no_traceback(tmp_path, monkeypatch, caps
             super().__init__([sys.executable, "-c", sleeps], **options)
 
         def wait(self, timeout=None):
-            while not self.returncode and not (tmp_path / "pid").exists():
+            while not self.returncode and not written.read_text():
                 time.sleep(0.01)
             monkeypatch.undo()
             raise KeyboardInterrupt
@@ -109,7 +111,7 @@ def test_ctrl_c_ends_the_run_and_prints_no_traceback(tmp_path, monkeypatch, caps
     with pytest.raises(KeyboardInterrupt):
         training._succeeds(catalogue.load(4), "mine.py", tmp_path, "train")
     time.sleep(0.2)
-    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")  # of its child
+    state = Path(f"/proc/{written.read_text()}/stat")  # of its child
     assert not state.exists() or ") Z " in state.read_text()
 
     def interrupted(number):
