@@ -14,7 +14,7 @@ import numpy as np
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.data import Batches
 from picotron_min.extensions.build import open_batches
-from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
+from picotron_min.extensions.settings import FAMILIES, Layout, ModelConfig, Recipe, Workload
 from picotron_min.mesh import Axes
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
@@ -97,18 +97,8 @@ def tiny_model(model: ModelConfig, layout: Layout) -> ModelConfig:
         "num_hidden_layers": max(2, layout.num_stages + (layout.pp > 1)),
         "intermediate_size": tp * -(-48 // tp),
     }
-    if model.num_local_experts:
-        groups = min(2, model.n_group)  # a token uses the better one
-        unit = math.lcm(layout.ep, groups)
-        sizes |= {
-            "num_local_experts": unit * -(-4 // unit),
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": layout.etp * -(-16 // layout.etp),
-            "n_shared_experts": min(1, model.n_shared_experts),
-            "mlp_only_layers": (0,) if model.mlp_only_layers else (),
-            "n_group": groups,
-            "topk_group": 1,
-        }
+    for family in FAMILIES.values():
+        sizes |= family.tiny(model, layout, sizes["num_hidden_layers"])
     tiny = model.override(**sizes)
     there = {kind_of_layer(tiny, i) for i in range(tiny.num_layers)}
     for i in range(model.num_layers):
@@ -118,10 +108,11 @@ def tiny_model(model: ModelConfig, layout: Layout) -> ModelConfig:
     return tiny
 
 
-def kind_of_layer(model: ModelConfig, layer: int) -> frozenset[str]:
-    """The names of its parameters, whatever their sizes."""
+def kind_of_layer(model: ModelConfig, layer: int) -> tuple:
+    """The names of its parameters, whatever their sizes, and what these do not show."""
     names = model.attention_shapes() | model.mlp_shapes(layer)
-    return frozenset(re.sub(r"\d+", "", name) for name in names)
+    kinds = (family.kind(model, layer) for family in FAMILIES.values())
+    return frozenset(re.sub(r"\d+", "", name) for name in names), *kinds
 
 
 class Text(NamedTuple):

@@ -33,9 +33,9 @@ def initialise(
 
 
 def initial_weight(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
-    """Normal with mean 0, or ones for norms; float32 on the CPU, so that devices agree."""
+    """Normal with mean 0, ones of norms, zeros of biases; float32 on the CPU: devices agree."""
     if len(shape) < 2:
-        return torch.ones(shape)
+        return torch.full(shape, float("norm" in name))
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()  # hash() differs per process
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))  # 64 bits
     return torch.empty(shape).normal_(std=std, generator=generator)

@@ -21,6 +21,9 @@ EXPERTS = MODELS["untied"].override(num_local_experts=8, moe_intermediate_size=1
 SIGMOID = {"scoring_func": "sigmoid", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 SHAPES = MODELS | {
     "qk-norm": MODELS["grouped-query"].override(qk_norm=True),
+    "qkv-bias": MODELS["grouped-query"].override(qkv_bias=True),
+    # Layers of each kind are not at the same places of two stages. Only the first ones are used.
+    "no-rope": MODELS["tied"].override(no_rope_layers=(1, 0, 0) * 8),
     "depths": MODELS["untied"].override(num_nextn_predict_layers=2),
     "softmax": EXPERTS,
     "gated": EXPERTS.override(
@@ -68,7 +71,7 @@ def row(text: str, **defaults) -> tuple[Config, ModelConfig]:
         options = {"chunks": SCHEDULES[options.get("engine", "1f1b")].chunks} | options
     # The tokenizer has more ids than this vocabulary: so its size is not in the config.
     written = {key: getattr(shape, key) for key in OVERRIDES if key != "vocab_size"}
-    written["mlp_only_layers"] = list(shape.mlp_only_layers)
+    written = {k: list(v) if isinstance(v, tuple) else v for k, v in written.items()}
     del written["num_hidden_layers"]  # see `layers` of make_config
     config = make_config(**options, model=written)
     return config, shape.override(num_hidden_layers=config.model.num_hidden_layers)

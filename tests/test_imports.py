@@ -27,8 +27,8 @@ STANDARD_LIBRARY_ONLY = {
     f"{folder}{name}.py"
     for folder, names in {
         "": "costs layout model_config pipeline_messages pipeline_schedule placement",
-        "extensions/": "documents/rectangles experts/mixture multi_token/shape qk_norm/shape"
-        " settings sharding/rows",
+        "extensions/": "documents/rectangles experts/mixture family multi_token/shape"
+        " no_rope/shape qk_norm/shape qkv_bias/shape settings sharding/rows",
         "extensions/schedules/": "registry simulator zero_bubble",
         "planner/": "activations layer_time links memory parameters step_time system traffic",
         "runtime/": "draw hardware json_file public_models wording",
@@ -84,6 +84,7 @@ def room(path: Path) -> str:
     if folder != "extensions":
         return folder
     alone = {"settings.py": "settings", "build.py": "build", "overlap": "overlap"}
+    alone["family.py"] = "settings"
     return alone.get(inner[0], "extension")
 
 

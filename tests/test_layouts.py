@@ -86,6 +86,12 @@ multi_token: dp=2 pp=2 m=2 recompute=selective model=depths
 multi_token: cp=2 tp=2 sp tp_overlap sharding=layerwise recompute=full model=depths
 multi_token: pp=2 cp=2 engine=zb_v sharding=parameters model=depths
 multi_token: pp=2 engine=interleaved model=depths
+no_rope: cp=2 tp=2 m=3 sharding=parameters recompute=selective model=no-rope
+no_rope: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=no-rope
+no_rope: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=no-rope
+no_rope: pp=2 cp=2 engine=interleaved ulysses packed model=no-rope
+no_rope: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=no-rope
+no_rope: pp=2 cp=2 engine=zb_v sharding=layerwise model=no-rope
 optimizers: pp=2 tp=2 m=2 engine=zb_h1 recompute=selective packed muon model=tied
 optimizers: dp=2 tp=2 m=2 sp tp_overlap sharding=parameters recompute=selective muon
 optimizers: cp=2 tp=2 m=3 recompute=selective mask muon model=grouped-query
@@ -98,6 +104,12 @@ qk_norm: pp=2 cp=2 engine=interleaved ulysses packed model=qk-norm
 qk_norm: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=qk-norm
 qk_norm: pp=2 cp=2 engine=zb_v sharding=layerwise model=qk-norm
 qk_norm: pp=2 engine=afab model=qk-norm
+qkv_bias: cp=2 tp=2 m=3 sharding=parameters recompute=selective model=qkv-bias
+qkv_bias: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=qkv-bias
+qkv_bias: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=qkv-bias
+qkv_bias: pp=2 cp=2 engine=interleaved ulysses packed model=qkv-bias
+qkv_bias: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=qkv-bias
+qkv_bias: pp=2 cp=2 engine=zb_v sharding=layerwise model=qkv-bias
 schedules: pp=2 tp=2 sp tp_overlap engine=zb_v model=grouped-query
 schedules: pp=2 cp=2 engine=zb_h1 ulysses
 sharding: dp=2 cp=2 m=2 ulysses sharding=gradients recompute=full model=tied
@@ -133,6 +145,10 @@ precision: pp=2 m=3 engine=zb_h1 recompute=selective fp8
 precision: dp=2 recompute=full sharding=parameters fp8 layers=3
 precision: dp=2 m=2 sharding=optimizer fp8 layers=3 model=tied
 qk_norm: tp=4 overlap=false model=qk-norm num_key_value_heads=8
+qkv_bias: tp=4 overlap=false model=qkv-bias num_key_value_heads=8
+qkv_bias: dp=2 fp8 layers=3 model=qkv-bias
+no_rope: tp=2 sp overlap=false model=no-rope
+no_rope: dp=2 offload=1 fp8 layers=3 model=no-rope
 schedules: pp=4 m=2 engine=zb_v model=tied
 schedules: pp=3 m=4 engine=zb_h1
 schedules: pp=4 m=6 engine=interleaved

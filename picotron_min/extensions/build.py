@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from picotron_min.data import Batches
 from picotron_min.extension import Extension
-from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
+from picotron_min.extensions.settings import FAMILIES, Layout, ModelConfig, Recipe, Workload
 from picotron_min.mesh import Axes
 from picotron_min.optimizer import build_optimizer, parameter_groups
 from picotron_min.parallelize import ParallelModel, Parts, parallelize, simple_parts
@@ -74,10 +75,10 @@ def extensions_of(
         from picotron_min.extensions.precision.extension import Precision
 
         chosen.append(Precision(workload, device))
-    if model_config.qk_norm:
-        from picotron_min.extensions.qk_norm.extension import QkNorm
-
-        chosen.append(QkNorm())
+    for folder, family in FAMILIES.items():
+        if family.is_used(model_config):
+            module = import_module(f"picotron_min.extensions.{folder}.extension")
+            chosen.append(getattr(module, family.extension)())
     if model_config.num_local_experts:
         from picotron_min.extensions.experts.extension import Experts
 

@@ -10,10 +10,13 @@ from functools import partial
 from typing import Literal
 
 from picotron_min import layout
-from picotron_min.extensions.experts.mixture import Mixture, expert_rows
+from picotron_min.extensions.experts import mixture
+from picotron_min.extensions.experts.mixture import Mixture as Mixture
 from picotron_min.extensions.experts.stages import split_unequal
-from picotron_min.extensions.multi_token.shape import Depths, depth_rows
-from picotron_min.extensions.qk_norm.shape import QWEN3, QkNorms, norm_rows
+from picotron_min.extensions.multi_token import shape as multi_token
+from picotron_min.extensions.no_rope import shape as no_rope
+from picotron_min.extensions.qk_norm import shape as qk_norm
+from picotron_min.extensions.qkv_bias import shape as qkv_bias
 from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.schedules.registry import chunks_problem as chunks_problem
 from picotron_min.extensions.sharding.rows import sharded_rows
@@ -26,12 +29,15 @@ LEAST_OFFLOAD = 2**20
 LARGEST_BETA2 = 0.99  # of bfloat16 moments, and of momentum: see optimizers/adamw.py
 
 
+# Kinds of models. A prediction layer comes first, since it has what the others give to a layer.
+FAMILIES = {"multi_token": multi_token.FAMILY, "experts": mixture.FAMILY}
+FAMILIES |= {"qk_norm": qk_norm.FAMILY, "qkv_bias": qkv_bias.FAMILY, "no_rope": no_rope.FAMILY}
+
+
 @dataclass(frozen=True)
-class ModelConfig(Depths, Mixture, QkNorms):
+class ModelConfig(*(family.shape for family in FAMILIES.values())):
     """The shape of a model. ValueError if its numbers contradict each other."""
 
-
-ARCHITECTURES = {"qwen3": QWEN3}  # more rows of runtime/architectures.py
 
 SIZES = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
 
@@ -71,7 +77,7 @@ class Layout(layout.Layout):
 
     @property
     def rules(self) -> list[Callable]:
-        rules = [partial(expert_rows, layout=self), norm_rows, partial(depth_rows, layout=self)]
+        rules = [partial(family.rows, layout=self) for family in FAMILIES.values()]
         if self.sharding != "none":
             rules.append(partial(sharded_rows, layout=self))
         return rules

@@ -10,7 +10,7 @@ k of them for each token. Standard library only, so that a run can be planned an
 from functools import lru_cache
 from itertools import chain
 
-from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.extensions.settings import FAMILIES, Layout, ModelConfig
 from picotron_min.placement import HIDDEN
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}  # of a number in the compute dtype
@@ -56,7 +56,7 @@ def saved_per_token(
     if recompute == "none":
         heads = narrow * 2 * D * (c.num_attention_heads + c.num_key_value_heads)
         in_8_bits = D * c.num_attention_heads if fp8 else 0
-        normed = wide * heads / narrow if c.qk_norm else 0
+        normed = 2 * wide * sum(family.normed(c) for family in FAMILIES.values())
         attention = _factor(dtype, fp8) * E + (heads + in_8_bits + normed) / tp
     if c.has_experts(layer):
         mlp = _saved_by_experts(c, dtype, layout, fp8, rows)
@@ -66,9 +66,8 @@ def saved_per_token(
     return wide * 4 * E / split + attention + mlp + further
 
 
-KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"}
-KNOWN |= {"gate", "shared_expert_gate"}  # of experts
-KNOWN |= {"enorm", "hnorm", "eh_proj", "norm"}  # of prediction layers
+KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm"}
+KNOWN |= {module for family in FAMILIES.values() for module in family.modules}
 
 
 @lru_cache(maxsize=64)
@@ -78,7 +77,7 @@ def _refuse_unknown(c: ModelConfig) -> None:
     for name in chain(c.attention_shapes(), *map(c.mlp_shapes, kinds.values())):
         if name.split(".")[-1] not in KNOWN:
             why = f"what {name} keeps for backward is not planned"
-            raise ValueError(f"{why}: add a term to saved_per_token in planner/activations.py")
+            raise ValueError(f"{why}: add {name} to the modules of its Family, with what it keeps")
 
 
 def _factor(dtype: str, fp8: bool) -> int:

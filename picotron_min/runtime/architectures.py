@@ -5,31 +5,32 @@
     a tensor's name       mlp.experts.0.gate_proj      block_sparse_moe.experts.0.w1
     not computed                                       sliding_window, unless it is null
 
-Each is a row of ARCHITECTURES; an extension that adds to the model adds its row at the end.
+Each is a row of ARCHITECTURES; a family of extensions/ has its rows in its own shape.py.
 """
 
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import NamedTuple
 
-from picotron_min.extensions import settings
-from picotron_min.extensions.settings import SIZES, ModelConfig
+from picotron_min.extensions.settings import FAMILIES, SIZES, ModelConfig
 from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.config import Numbers, RopeNumbers
-from picotron_min.runtime.wording import choice
+from picotron_min.runtime.wording import choice, shown
 
 # What all of them have: fields of ModelConfig, and keys with the only value that we compute.
 NUMBERS = (*SIZES, "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 NUMBERS += ("max_position_embeddings",)
 FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+# Fields that can be anything where no layer has such an MLP; else shapes of tensors show them.
+UNUSED = {"intermediate_size", "moe_intermediate_size"}
 
 
 class Architecture(NamedTuple):
     """What the config.json and the tensors of one `model_type` mean for our model."""
 
     class_name: str
-    fits: Callable[[ModelConfig], bool]  # a model is written as the last row that fits
     fixed: dict[str, object]  # keys with the only value that we compute, beside FIXED
     fields: tuple[str, ...] = ()  # of ModelConfig, beside NUMBERS
     renamed: tuple[tuple[str, str], ...] = ()  # fields with another key in config.json
@@ -64,11 +65,6 @@ def _write_qwen2_moe(model_config: ModelConfig) -> dict:
     return {"shared_expert_intermediate_size": shared} | layers
 
 
-def _needs_qwen2_moe(c: ModelConfig) -> bool:
-    more_than_mixtral = c.mlp_only_layers or c.n_shared_experts or not c.norm_topk_prob
-    return c.num_local_experts > 0 and c.scoring_func == "softmax" and bool(more_than_mixtral)
-
-
 DEPTHS = "num_nextn_predict_layers"
 EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 SIGMOID = ("n_shared_experts", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
@@ -77,14 +73,12 @@ EXPERT_MATRICES = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.
 ARCHITECTURES = {
     "llama": Architecture(
         class_name="LlamaForCausalLM",
-        fits=lambda model_config: True,
         fixed={"attention_bias": False, "mlp_bias": False},
         read=lambda hf: {DEPTHS: hf.get("num_mtp_layers", 0)},  # transformers' name, for any model
         write=lambda c: {"num_mtp_layers": depths} if (depths := getattr(c, DEPTHS)) else {},
     ),
     "mixtral": Architecture(
         class_name="MixtralForCausalLM",
-        fits=lambda model_config: model_config.num_local_experts > 0,
         fixed={"sliding_window": None, "router_jitter_noise": 0.0},
         fields=EXPERTS,
         renamed=(("moe_intermediate_size", "intermediate_size"),),  # no layer has another MLP
@@ -92,7 +86,6 @@ ARCHITECTURES = {
     ),
     "glm4_moe": Architecture(
         class_name="Glm4MoeForCausalLM",
-        fits=lambda c: c.num_local_experts > 0 and c.scoring_func == "sigmoid",
         fixed={"attention_bias": False, "use_qk_norm": False},
         fields=(*EXPERTS, *SIGMOID, DEPTHS),
         renamed=(("num_local_experts", "n_routed_experts"),),
@@ -101,7 +94,6 @@ ARCHITECTURES = {
     ),
     "qwen2_moe": Architecture(
         class_name="Qwen2MoeForCausalLM",
-        fits=_needs_qwen2_moe,
         fixed={"qkv_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
         fields=(*EXPERTS, "norm_topk_prob"),
         renamed=(("num_local_experts", "num_experts"),),
@@ -110,7 +102,8 @@ ARCHITECTURES = {
         tensors=((".shared_experts.", ".shared_expert."),),
     ),
 }
-ARCHITECTURES |= {name: Architecture(**row) for name, row in settings.ARCHITECTURES.items()}
+ROWS = [row for family in FAMILIES.values() for row in family.architectures.items()]
+ARCHITECTURES |= {name: Architecture(**row) for name, row in ROWS}
 
 
 def from_hf(hf: dict) -> ModelConfig:
@@ -132,6 +125,7 @@ def from_hf(hf: dict) -> ModelConfig:
 def _model(name: str, hf: dict) -> ModelConfig:
     """The model of a config.json that has every key, rope's at the top level."""
     architecture = ARCHITECTURES[name]
+    hf = {"head_dim": None} | hf  # not every class of transformers has it; None: as ModelConfig's
     fixed = {key: [value] for key, value in (FIXED | architecture.fixed).items()}
     fixed["rope_type"] = ["default", "llama3"]
     fixed["layer_types"] = [None, ["full_attention"] * hf["num_hidden_layers"]]  # others: windows
@@ -151,19 +145,38 @@ def to_hf(model_config: ModelConfig) -> dict:
 
     ValueError if no architecture describes the model, as after a change of our own.
     """
-    name = model_type(model_config)
+    if name := model_type(model_config):
+        return _written(name, model_config)
+    other = {name: _differences(name, model_config) for name in ARCHITECTURES}
+    fewest = min(map(len, other.values()))
+    ways = (f"{' and '.join(d)} for {name!r}" for name, d in other.items() if len(d) == fewest)
+    why = f"no model of transformers is like it: set {', or '.join(ways)}"
+    raise ValueError(f"{why}; or add an architecture for it")
+
+
+def _written(name: str, model_config: ModelConfig) -> dict:
+    """What a config.json of this `model_type` can say of a model."""
     architecture = ARCHITECTURES[name]
     hf = {"architectures": [architecture.class_name], "model_type": name}
     hf |= FIXED | architecture.fixed
     hf |= {key: getattr(model_config, field) for field, key in architecture.keys.items()}
     scaling = model_config.rope_scaling
     hf["rope_scaling"] = asdict(scaling) | {"rope_type": "llama3"} if scaling else None
-    hf |= architecture.write(model_config)
-    theirs = _model(name, hf | (hf["rope_scaling"] or {"rope_type": "default"}))
-    if other := {*all_shapes(model_config).items()} ^ {*all_shapes(theirs).items()}:
-        problem = f"model_type={name!r} of transformers is another model: only one has {min(other)}"
-        raise ValueError(f"{problem}: add an architecture for it to architectures.py")
-    return hf
+    return hf | architecture.write(model_config)
+
+
+@lru_cache
+def _differences(name: str, c: ModelConfig) -> list[str]:
+    """What a model would have instead if it were written as this `model_type`, and read again."""
+    hf = _written(name, c)
+    try:
+        theirs = _model(name, hf | (hf["rope_scaling"] or {"rope_type": "default"}))
+    except ValueError as error:
+        return [str(error)]
+    values = {key: value for key, value in vars(theirs).items() if key not in UNUSED}
+    other = [f"{key}={shown(value)}" for key, value in values.items() if value != getattr(c, key)]
+    unlike = {*all_shapes(c).items()} ^ {*all_shapes(theirs).items()}
+    return other or [f"another {tensor}" for tensor, _ in sorted(unlike)[:1]]
 
 
 def all_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -171,15 +184,16 @@ def all_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return model_config.parameter_shapes() | model_config.buffer_shapes()
 
 
-def model_type(model_config: ModelConfig) -> str:
-    """The architecture that computes a model in transformers."""
-    return [name for name, row in ARCHITECTURES.items() if row.fits(model_config)][-1]
+def model_type(model_config: ModelConfig) -> str | None:
+    """The first architecture that says all of a model: what it has written is read as the same."""
+    return next((name for name in ARCHITECTURES if not _differences(name, model_config)), None)
 
 
 def their_name(tensor: str, model_config: ModelConfig) -> str:
     """What transformers calls a tensor of the model in its files."""
-    for ours, theirs in ARCHITECTURES[model_type(model_config)].tensors:
-        tensor = tensor.replace(ours, theirs)
+    if name := model_type(model_config):
+        for ours, theirs in ARCHITECTURES[name].tensors:
+            tensor = tensor.replace(ours, theirs)
     return tensor
 
 

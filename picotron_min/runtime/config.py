@@ -32,7 +32,7 @@ KEY |= {"flash_attention": "use_flash_attention", "count_zeros": "log_num_zeros_
 
 # What the types of fields leave open.
 MOST = 10**8 - 1  # of any whole number: a step has eight digits in a checkpoint's name
-TYPES = {"pp_layers": list[PositiveInt] | None, "mlp_only_layers": list[NonNegativeInt]}
+TYPES = {"pp_layers": list[PositiveInt] | None}
 TYPES |= {"betas": Annotated[list[Beta], Field(min_length=2, max_length=2)], "momentum": Beta}
 TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=1000)]}
 # Floats may be 0, but not these: the model divides by them.
@@ -53,6 +53,8 @@ def keys_of(kind: type, *names: str, **defaults) -> dict[str, tuple]:
     for name in (*names, *defaults) or of_kind:
         field = of_kind[name]
         annotation = TYPES.get(name, field.type)
+        if annotation == tuple[int, ...]:
+            annotation = list[NonNegativeInt]
         if annotation in (int, int | None):  # where 0 is the default, it means none
             least = 0 if field.default == 0 else 1
             annotation = Annotated[annotation, Field(ge=least, le=MOST)]

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from picotron_min.checkpoint import load, save
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.runtime.architectures import all_shapes, from_hf, our_name, their_name, to_hf
+from picotron_min.runtime.architectures import (
+    UNUSED,
+    all_shapes,
+    from_hf,
+    our_name,
+    their_name,
+    to_hf,
+)
 from picotron_min.runtime.folders import complete_or_absent
 from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json, write_json
@@ -24,10 +31,9 @@ REMEDIES = (
 )
 REMEDIES += "for files without prediction layers set num_nextn_predict_layers to 0."
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Numbers that no shape shows: with another rope_theta the weights would be useless.
-HIDDEN = {"num_attention_heads", "rope_theta", "rope_scaling", "rms_norm_eps"}
-HIDDEN |= {"num_experts_per_tok", "scoring_func", "norm_topk_prob", "n_group", "topk_group"}
-HIDDEN |= {"routed_scaling_factor"}
+# Numbers that may differ: the tensors themselves show whether weights fit. Not so the others: with
+# another rope_theta they would be useless.
+MAY_DIFFER = UNUSED | {"tie_word_embeddings", "num_nextn_predict_layers", "max_position_embeddings"}
 
 
 def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
@@ -47,7 +53,7 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     left_out = _prefixes(layers_left_out(folder, model_config))
     found = {key: t for key, t in _open_tensors(paths).items() if not key.startswith(left_out)}
     copies = {copy: own for copy, own in _copies(model_config).items() if copy in found}
-    numbers, theirs = HIDDEN - given, _their_config(folder, model_config)
+    numbers, theirs = {*vars(model_config)} - MAY_DIFFER - given, _their_config(folder, model_config)
     here, there = ({key: getattr(c, key) for key in numbers} for c in (model_config, theirs))
     here |= (ours := all_shapes(model_config)) | {copy: ours[own] for copy, own in copies.items()}
     there |= {key: _form(tensor) for key, tensor in found.items()}

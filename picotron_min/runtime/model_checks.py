@@ -72,17 +72,9 @@ def _stage_problems(config: Config, c: ModelConfig) -> Iterator[str]:
 
 
 def _depth_problems(config: Config, c: ModelConfig) -> Iterator[str]:
-    if not c.num_nextn_predict_layers:
-        return
-    given = f"num_nextn_predict_layers={c.num_nextn_predict_layers}"
-    remedy = "or num_nextn_predict_layers to 0"
-    if not config.training.mtp_loss_scaling_factor:
-        yield f"mtp_loss_scaling_factor=0 leaves {given} untrained: raise it, {remedy}"
-    is_softmax = c.num_local_experts and c.scoring_func == "softmax"
-    unlike = {'scoring_func="softmax"': 'scoring_func to "sigmoid"'} if is_softmax else {}
-    unlike |= {"qk_norm=true": "qk_norm to false"} if c.qk_norm else {}
-    for what, other in unlike.items():
-        yield f"{given} with {what} is no model of transformers: set {other}, {remedy}"
+    if (depths := c.num_nextn_predict_layers) and not config.training.mtp_loss_scaling_factor:
+        why = f"mtp_loss_scaling_factor=0 leaves num_nextn_predict_layers={depths} untrained"
+        yield f"{why}: raise it, or num_nextn_predict_layers to 0"
 
 
 def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:

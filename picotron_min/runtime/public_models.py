@@ -2,7 +2,7 @@
 
 import re
 
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.settings import FAMILIES, ModelConfig
 from picotron_min.model_config import RopeScaling
 
 _smol, _llama_2 = {"tie_word_embeddings": True}, {"max_position_embeddings": 4096}
@@ -11,8 +11,6 @@ _llama_3_1 = _llama_3 | {"rope_scaling": RopeScaling(8.0)}
 _llama_3_2 = _llama_3 | {"rope_scaling": RopeScaling(32.0), "tie_word_embeddings": True}
 _mixtral_7b = {"rope_theta": 1e6, "num_local_experts": 8, "max_position_embeddings": 32_768}
 _mixtral_22b = _mixtral_7b | {"max_position_embeddings": 65_536}
-_qwen_3 = {"head_dim": 128, "qk_norm": True, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-_qwen_3 |= {"tie_word_embeddings": True, "max_position_embeddings": 40_960}
 
 # By the ids of their repositories on the Hugging Face hub, from the config.json of each.
 PRESETS = {
@@ -28,10 +26,11 @@ PRESETS = {
     "meta-llama/Llama-3.1-8B": ModelConfig(128_256, 4096, 14_336, 32, 32, 8, **_llama_3_1),
     "meta-llama/Llama-3.1-70B": ModelConfig(128_256, 8192, 28_672, 80, 64, 8, **_llama_3_1),
     "meta-llama/Llama-3.1-405B": ModelConfig(128_256, 16_384, 53_248, 126, 128, 8, **_llama_3_1),
-    "Qwen/Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, **_qwen_3),
     "mistralai/Mixtral-8x7B-v0.1": ModelConfig(32_000, 4096, 14_336, 32, 32, 8, **_mixtral_7b),
     "mistralai/Mixtral-8x22B-v0.1": ModelConfig(32_000, 6144, 16_384, 56, 48, 8, **_mixtral_22b),
 }
+OF_FAMILIES = [preset for family in FAMILIES.values() for preset in family.presets.items()]
+PRESETS |= {name: ModelConfig(**numbers) for name, numbers in OF_FAMILIES}
 
 
 def preset_name(name: str) -> str | None:

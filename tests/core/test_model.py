@@ -7,7 +7,7 @@ from picotron_min.extensions.settings import ModelConfig
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import Llama
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime.architectures import to_hf
+from picotron_min.runtime.architectures import their_name, to_hf
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)
 SHAPES = {
@@ -45,7 +45,8 @@ def norm_in_own_dtype(self, x):
 
 def assert_computes_the_same(ours: Llama, theirs: torch.nn.Module, tolerance: float) -> None:
     """Logits and gradients, with the weights of ours: errors are relative to the largest number."""
-    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
+    named = {their_name(name, ours.config): p for name, p in ours.named_parameters()}
+    missing, unexpected = theirs.load_state_dict(named, strict=False)
     assert not unexpected and missing in ([], ["lm_head.weight"])
     theirs.tie_weights()
     tokens, positions, targets = batch(ours.config)
@@ -56,7 +57,7 @@ def assert_computes_the_same(ours: Llama, theirs: torch.nn.Module, tolerance: fl
         logits.flatten(0, 1), targets.flatten(), reduction="sum"
     ).backward()
     references = dict(theirs.named_parameters())
-    pairs |= {name: (p.grad, references[name].grad) for name, p in ours.named_parameters()}
+    pairs |= {name: (p.grad, references[name].grad) for name, p in named.items()}
     for name, (mine, reference) in pairs.items():
         atol = tolerance * reference.abs().max().item()
         torch.testing.assert_close(mine, reference, rtol=0, atol=atol, msg=name)

@@ -9,14 +9,16 @@ import transformers
 from picotron_min.costs import parameter_count
 from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime.architectures import ARCHITECTURES, from_hf, to_hf
+from picotron_min.runtime.architectures import from_hf, to_hf
 from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.public_models import PRESETS, find_preset, tokenizer_of
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from picotron_min.runtime.wording import explained
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)
-NORMED = ModelConfig(97, 32, 56, 3, 4, 2, head_dim=16, qk_norm=True)
+WIDE = ModelConfig(97, 32, 56, 3, 4, 2, head_dim=16)
+NORMED, BIASED = WIDE.override(qk_norm=True), WIDE.override(qkv_bias=True)
+UNROTATED = WIDE.override(no_rope_layers=(1, 0, 1))
 
 
 # Parameters in millions as the models' own cards and papers state them, and the tokenizer's name.
@@ -33,6 +35,10 @@ Llama-3.1-8B              8030.3     meta-llama/Llama-3.1-8B
 Llama-3.1-70B             70553.7    meta-llama/Llama-3.1-70B
 Llama-3.1-405B            405853.4   meta-llama/Llama-3.1-405B
 Qwen3-0.6B                596.0      Qwen/Qwen3-0.6B
+Qwen2.5-0.5B-Instruct     494.0      Qwen/Qwen2.5-0.5B
+Qwen/Qwen2.5-1.5B         1543.7     Qwen/Qwen2.5-1.5B
+Qwen2.5-7B                7615.6     Qwen/Qwen2.5-7B
+SmolLM3-3B                3075.1     HuggingFaceTB/SmolLM3-3B
 Mixtral-8x7B-v0.1         46702.8    mistralai/Mixtral-8x7B-v0.1
 Mixtral-8x22B-v0.1        140620.6   mistralai/Mixtral-8x22B-v0.1
 """
@@ -80,7 +86,8 @@ GATED = EXPERTS.override(n_shared_experts=2, moe_shared_expert_gate=True, norm_t
 GATED = GATED.override(mlp_only_layers=(1,))
 STRETCHED = to_hf(BASE.override(rope_scaling=RopeScaling(8.0)))
 FILES = {"llama": STRETCHED, "mixtral": to_hf(EXPERTS), "glm4_moe": to_hf(SIGMOID)}
-FILES |= {"qwen2_moe": to_hf(GATED), "qwen3": to_hf(NORMED)}
+FILES |= {"qwen2_moe": to_hf(GATED), "qwen3": to_hf(NORMED), "qwen2": to_hf(BIASED)}
+FILES["smollm3"] = to_hf(UNROTATED)
 
 MODELS = [
     *PRESETS.values(),
@@ -94,6 +101,8 @@ MODELS = [
     EXPERTS.override(mlp_only_layers=(0, 2)),
     EXPERTS.override(num_experts_per_tok=1, norm_topk_prob=False),
     NORMED,
+    BIASED,
+    UNROTATED,
 ]
 
 
@@ -102,7 +111,6 @@ def test_every_model_survives_a_round_trip_through_transformers(model_config):
     hf = to_hf(model_config)
     there = transformers.AutoConfig.for_model(**hf)
     assert type(there) is not transformers.PreTrainedConfig
-    assert (hf["model_type"] == "qwen3") == model_config.qk_norm
     if hf["model_type"] == "mixtral":  # which has no other MLPs
         model_config = model_config.override(intermediate_size=model_config.moe_intermediate_size)
     assert from_hf(hf) == from_hf(there.to_dict()) == model_config
@@ -141,6 +149,8 @@ qwen2_moe | "use_sliding_window": true       | use_sliding_window=True
 qwen2_moe | "shared_expert_intermediate_size": 40 | =40: must be a multiple of .*=16
 qwen2_moe | "decoder_sparse_step": 2         | decoder_sparse_step=2 is not supported: only 1
 qwen3     | "attention_bias": true           | attention_bias=True is not supported: only False
+qwen2     | "use_sliding_window": true       | use_sliding_window=True is not supported: only False
+smollm3   | "use_sliding_window": true       | use_sliding_window=True is not supported: only False
 """
 
 
@@ -162,10 +172,19 @@ def test_an_absent_key_means_what_transformers_takes(key, model_type, value):
         from_hf(lacking)
 
 
-def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path, monkeypatch):
-    monkeypatch.delitem(ARCHITECTURES, "qwen3")
-    weights = {name: torch.zeros(shape) for name, shape in NORMED.parameter_shapes().items()}
-    message = r"'llama' of transformers is another model: .*self_attn.k_norm.weight', \(16,\)"
+def test_published_files_leave_out_what_follows_from_other_numbers():
+    for name in ("qwen2", "smollm3"):
+        hf = {key: value for key, value in FILES[name].items() if key != "head_dim"}
+        assert from_hf(hf).head_dim == WIDE.hidden_size // WIDE.num_attention_heads
+    hf = {key: value for key, value in FILES["smollm3"].items() if key != "no_rope_layers"}
+    more = {"num_hidden_layers": 8, "no_rope_layer_interval": 4}
+    assert from_hf(hf | more).no_rope_layers == (1, 1, 1, 0) * 2
+
+
+def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path):
+    mixed = NORMED.override(no_rope_layers=(1, 0, 1))
+    weights = {name: torch.zeros(shape) for name, shape in mixed.parameter_shapes().items()}
+    message = r"set no_rope_layers=\[\] for 'qwen3', or qk_norm=false for 'smollm3'; or add"
     with pytest.raises(ValueError, match=message):
-        export_hf(tmp_path / "hf", weights, NORMED, BytesTokenizer())
+        export_hf(tmp_path / "hf", weights, mixed, BytesTokenizer())
     assert not any(tmp_path.iterdir())

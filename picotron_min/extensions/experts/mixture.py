@@ -7,11 +7,13 @@
 X experts of size F; a token uses k of them. Standard library only, to plan without torch.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from picotron_min.extensions.family import Family
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig, mlp
 from picotron_min.placement import ROW_PARALLEL, Cut, Placement, Table
@@ -141,3 +143,22 @@ def _placement(name: str, layout: Layout, num_experts: int) -> Placement | None:
         sums = ("dp_cp_tp",) if layout.sequence_parallel else ("dp_cp",)
         return Placement((), copies=("dp_cp", "tp"), sums=sums)
     return None
+
+
+def _tiny(c: Mixture, layout: Layout, num_layers: int) -> dict[str, object]:
+    if not c.num_local_experts:
+        return {}
+    groups = min(2, c.n_group)  # a token uses the better one
+    unit = math.lcm(layout.ep, groups)
+    return {
+        "num_local_experts": unit * -(-4 // unit),
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": layout.etp * -(-16 // layout.etp),
+        "n_shared_experts": min(1, c.n_shared_experts),
+        "mlp_only_layers": (0,) if c.mlp_only_layers else (),
+        "n_group": groups,
+        "topk_group": 1,
+    }
+
+
+FAMILY = Family(Mixture, expert_rows, modules=("gate", "shared_expert_gate"), tiny=_tiny)

@@ -11,6 +11,7 @@ L decoder layers have the numbers 0 to L - 1, D prediction layers L to L + D - 1
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from picotron_min.extensions.family import Family
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import ends_share_rank
@@ -54,3 +55,6 @@ def depth_rows(
         axes, name = ("dp_cp", "ends"), "model.embed_tokens.weight"  # the last stage has a copy
         rows[name] = table[name]._replace(copies=axes, sums=axes)
     return rows
+
+
+FAMILY = Family(Depths, depth_rows, modules=("enorm", "hnorm", "eh_proj", "norm"))

@@ -138,6 +138,8 @@ def take_apart(model: nn.Module, kind: type[Linear] = Linear) -> None:
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is nn.Linear:
+                if module.bias is not None:  # it would be left out without a word
+                    raise ValueError(f"{name} has a bias: make it a module, as in qkv_bias/")
                 setattr(parent, name, kind(module.weight))
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from picotron_min.extensions.family import Family
+from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Placement, Table
 
@@ -19,16 +21,44 @@ class QkNorms(ModelConfig):
 
 
 def norm_rows(
-    shapes: Mapping[str, Sequence[int]], table: Table, num_layers: Sequence[int]
+    shapes: Mapping[str, Sequence[int]], table: Table, num_layers: Sequence[int], layout: Layout
 ) -> Table:
     # Every tensor-parallel rank has other heads: so their gradients differ, and are summed, always.
     row = Placement((), copies=("dp_cp", "tp"), sums=("dp_cp_tp",))
     return {name: row for name in shapes if name.removesuffix(".weight").endswith(NAMES)}
 
 
-QWEN3 = {  # a row of runtime/architectures.py
+def _normed(c: QkNorms) -> int:
+    return c.head_dim * (c.num_attention_heads + c.num_key_value_heads) if c.qk_norm else 0
+
+
+QWEN3 = {
     "class_name": "Qwen3ForCausalLM",
-    "fits": lambda model_config: model_config.qk_norm,
     "fixed": {"attention_bias": False, "use_sliding_window": False},
     "read": lambda hf: {"qk_norm": True},
 }
+FAMILY = Family(
+    QkNorms,
+    norm_rows,
+    modules=("q_norm", "k_norm"),
+    normed=_normed,
+    extension="QkNorm",
+    is_used=lambda c: c.qk_norm,
+    architectures={"qwen3": QWEN3},
+    presets={
+        "Qwen/Qwen3-0.6B": {
+            "vocab_size": 151_936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "qk_norm": True,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 40_960,
+        }
+    },
+)
