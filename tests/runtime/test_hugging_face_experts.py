@@ -31,12 +31,18 @@ NUMBERS = """{
 "mixtral": {"num_local_experts": 4},
 "glm4_moe": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
     "n_shared_experts": 2, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0},
+"qwen2": {},
+"smollm3": {"pad_token_id": null},
 "qwen2_moe": {"shared_expert_intermediate_size": 32, "num_experts": 8, "qkv_bias": false}
 }"""
 # Of each, in which layout and dtype it is read and written.
 MODELS = """
 llama       llama     d.tp_size=2,d.sequence_parallel=true,m.dtype=float32     {}
 llama-tied  llama     d.pp_size=3,d.dp_size=2,m.dtype=bfloat16    {"tie_word_embeddings": true}
+qwen2       qwen2     d.tp_size=2,d.sequence_parallel=true,m.dtype=float32     {}
+qwen2-tied  qwen2     d.tp_size=2,d.dp_size=2,d.sharding=parameters,m.dtype=float32    {"tie_word_embeddings": true}
+smollm3     smollm3   d.pp_size=3,m.dtype=bfloat16    {"no_rope_layers": [1, 0, 0]}
+smollm3-cp  smollm3   d.cp_size=2,m.dtype=float32    {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": true}
 mixtral     mixtral   d.dp_size=2,d.ep_size=2,m.dtype=bfloat16    {}
 glm-no-norm glm4_moe  d.pp_size=3,m.dtype=bfloat16   {"norm_topk_prob": false, "first_k_dense_replace": 2}
 glm         glm4_moe  d.dp_size=2,d.tp_size=2,d.ep_size=2,d.etp_size=2,m.dtype=bfloat16   {"rope_parameters": "llama3"}
@@ -248,6 +254,7 @@ def test_mistakes_in_the_weights_of_experts_are_named_as_in_the_files(tmp_path):
         ("glm", "topk_group", 3),
         ("glm", "routed_scaling_factor", 1.0),
         ("glm", "rope_scaling", None),
+        ("smollm3", "no_rope_layers", ()),
     ],
 )
 def test_a_number_that_no_shape_shows_must_be_the_same(tmp_path, name, key, value):
