@@ -1,8 +1,9 @@
 """The central claim: N ranks train the same model as one rank.
 
 In float64 with SGD or Muon, because looser tolerances and Adam hide wrong scales. In the first rows
-of both tables every two values of axes, choices and models meet once, with few ranks; below the
-line are special sizes. A row says what differs from `make_config`: see rows.py.
+of both tables any two that could disturb each other meet, of axes, schedules, shardings and other
+choices, with few ranks; below the line are special sizes. A row says what differs from
+`make_config`: see rows.py.
 """
 
 import numpy as np
@@ -14,26 +15,17 @@ from tests.rows import choices, lines, row
 
 # Without the extension overlap: in the simple form of tensor parallelism.
 CORE = """
-core: cp=2 tp=2 m=2 overlap=false ulysses model=grouped-query
 core: pp=2 tp=2 sp overlap=false engine=afab
 core: pp=2 cp=2 m=3 overlap=false model=tied
-core: dp=2 cp=2 overlap=false ulysses
+core: cp=2 tp=2 m=2 overlap=false ulysses model=grouped-query
 core: dp=2 tp=2 m=3 sp overlap=false model=tied
-core: dp=2 pp=2 m=2 overlap=false model=grouped-query
-core: pp=2 cp=2 m=3 overlap=false engine=afab ulysses model=tied
-core: pp=2 tp=2 m=3 overlap=false
-core: cp=2 tp=2 m=2 sp overlap=false
-core: pp=2 cp=2 tp=2 overlap=false engine=afab model=grouped-query
+core: dp=2 cp=2 overlap=false ulysses
+core: pp=2 cp=2 tp=2 m=3 sp overlap=false model=grouped-query
 core: dp=2 pp=2 tp=2 m=2 overlap=false engine=afab model=tied
-core: pp=2 cp=2 tp=2 m=3 sp overlap=false ulysses model=grouped-query
-core: pp=2 overlap=false model=tied
-core: dp=2 cp=2 overlap=false
 -
 core: tp=4 sp overlap=false model=tied
-core: tp=4 m=3 overlap=false
 core: cp=4 overlap=false model=grouped-query
 core: cp=3 tp=2 overlap=false model=tied
-core: cp=4 tp=2 overlap=false ulysses
 core: pp=4 m=2 overlap=false
 core: pp=3 m=6 overlap=false engine=afab model=tied
 core: pp=2 pp_layers=[1,3] layers=4 overlap=false model=tied
@@ -43,14 +35,11 @@ core: dp=3 overlap=false use_flash_attention=false
 EXTENSIONS = """
 documents: pp=2 cp=2 sharding=gradients recompute=full mask
 documents: pp=2 cp=2 m=2 engine=afab sharding=layerwise packed model=grouped-query
-documents: pp=2 tp=2 m=3 engine=interleaved packed
-documents: pp=2 tp=2 m=3 sp tp_overlap engine=afab mask model=tied
 experts: cp=2 tp=2 ulysses sharding=layerwise recompute=full ep=2 etp=2 mask model=sigmoid
 experts: cp=2 tp=2 m=2 sp ep=2 allgather aux model=gated
 experts: dp=2 pp=2 m=3 engine=afab sharding=parameters recompute=selective etp=2 mask model=gated
 experts: dp=2 pp=2 engine=afab recompute=selective etp=2 allgather muon model=gated
 experts: pp=2 cp=2 m=2 engine=interleaved sharding=optimizer ep=2 global_aux model=softmax
-experts: pp=2 cp=2 m=2 sharding=optimizer recompute=selective ep=2 muon model=softmax
 experts: dp=2 tp=2 sharding=gradients etp=2 packed global_aux model=softmax
 experts: pp=2 tp=2 m=3 sp tp_overlap recompute=full ep=2 allgather packed global_aux model=sigmoid
 experts: dp=2 pp=2 m=3 engine=zb_h1 sharding=layerwise etp=2 aux dropping_last muon model=sigmoid
@@ -61,67 +50,34 @@ experts: dp=2 pp=2 engine=interleaved sharding=gradients allgather ep=2 model=so
 experts: cp=2 tp=2 m=3 sp tp_overlap sharding=optimizer etp=2 model=gated
 experts: dp=2 pp=2 engine=afab recompute=full ep=2 dropping_last model=gated
 experts: pp=2 cp=2 engine=zb_v sharding=layerwise recompute=selective model=sigmoid
-experts: dp=2 pp=2 sharding=layerwise etp=2 model=gated
 experts: dp=2 pp=2 m=2 engine=zb_h1 sharding=optimizer ep=2 allgather model=gated
 experts: pp=2 tp=2 sp tp_overlap engine=interleaved recompute=full mask model=softmax
-experts: cp=2 tp=2 ulysses etp=2 allgather aux model=gated
 experts: dp=2 m=2 sharding=gradients etp=2 dropping model=sigmoid
 experts: dp=2 m=3 ep=2 padded model=sigmoid
 experts: dp=2 m=2 sharding=layerwise etp=2 allgather dropping_last model=softmax
 experts: dp=2 sharding=parameters model=sigmoid
-experts: pp=2 tp=2 model=softmax
-experts: pp=2 m=3 engine=afab dropping model=softmax
-experts: dp=2 pp=2 engine=interleaved sharding=layerwise etp=2 model=gated
-experts: dp=2 pp=2 engine=afab sharding=optimizer model=sigmoid
-experts: dp=2 cp=2 sharding=gradients global_aux model=gated
-experts: pp=2 engine=zb_h1 padded model=softmax
-experts: dp=2 tp=2 sp tp_overlap model=softmax
-experts: pp=2 dropping_last model=gated
-experts: pp=2 engine=interleaved model=sigmoid
 multi_token: cp=2 tp=2 sp tp_overlap ulysses sharding=optimizer packed muon model=depths
-multi_token: cp=2 tp=2 sharding=optimizer recompute=selective model=depths
 multi_token: pp=2 cp=2 m=3 engine=zb_h1 sharding=gradients mask model=depths
-multi_token: pp=2 tp=2 engine=afab model=depths
-multi_token: dp=2 pp=2 m=2 recompute=selective model=depths
 multi_token: cp=2 tp=2 sp tp_overlap sharding=layerwise recompute=full model=depths
-multi_token: pp=2 cp=2 engine=zb_v sharding=parameters model=depths
-multi_token: pp=2 engine=interleaved model=depths
-no_rope: cp=2 tp=2 m=3 sharding=parameters recompute=selective model=no-rope
 no_rope: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=no-rope
 no_rope: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=no-rope
 no_rope: pp=2 cp=2 engine=interleaved ulysses packed model=no-rope
-no_rope: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=no-rope
 no_rope: pp=2 cp=2 engine=zb_v sharding=layerwise model=no-rope
 optimizers: pp=2 tp=2 m=2 engine=zb_h1 recompute=selective packed muon model=tied
 optimizers: dp=2 tp=2 m=2 sp tp_overlap sharding=parameters recompute=selective muon
-optimizers: cp=2 tp=2 m=3 recompute=selective mask muon model=grouped-query
-overlap: pp=2 cp=2 ulysses model=grouped-query
-overlap: cp=2 model=tied
-qk_norm: cp=2 tp=2 m=3 sharding=parameters recompute=selective model=qk-norm
 qk_norm: dp=2 pp=2 m=2 sharding=optimizer recompute=full model=qk-norm
 qk_norm: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=qk-norm
 qk_norm: pp=2 cp=2 engine=interleaved ulysses packed model=qk-norm
 qk_norm: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=qk-norm
-qk_norm: pp=2 cp=2 engine=zb_v sharding=layerwise model=qk-norm
-qk_norm: pp=2 engine=afab model=qk-norm
-qkv_bias: cp=2 tp=2 m=3 sharding=parameters recompute=selective model=qkv-bias
 qkv_bias: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=qkv-bias
 qkv_bias: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=qkv-bias
 qkv_bias: pp=2 cp=2 engine=interleaved ulysses packed model=qkv-bias
-qkv_bias: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=qkv-bias
 qkv_bias: pp=2 cp=2 engine=zb_v sharding=layerwise model=qkv-bias
 schedules: pp=2 tp=2 sp tp_overlap engine=zb_v model=grouped-query
-schedules: pp=2 cp=2 engine=zb_h1 ulysses
 sharding: dp=2 cp=2 m=2 ulysses sharding=gradients recompute=full model=tied
 sharding: dp=2 pp=2 engine=zb_h1 sharding=parameters recompute=full model=grouped-query
-sharding: pp=2 cp=2 sharding=parameters model=tied
 sharding: pp=2 cp=2 engine=afab ulysses sharding=gradients model=grouped-query
-sharding: pp=2 cp=2 tp=2 engine=zb_v sharding=optimizer model=tied
 sharding: dp=2 pp=2 engine=interleaved sharding=parameters model=tied
-sharding: pp=2 cp=2 engine=interleaved sharding=optimizer model=grouped-query
-sharding: pp=2 cp=2 engine=zb_v sharding=gradients
-sharding: pp=2 cp=2 engine=afab sharding=layerwise
-sharding: cp=2 sharding=optimizer
 sharding: dp=2 sharding=layerwise model=tied
 -
 documents: cp=4 ulysses mask
@@ -131,14 +87,12 @@ experts: cp=2 tp=2 ep=4 moe_router_force_load_balancing moe_z_loss_coeff=0.01 mo
 experts: dp=2 pp=2 ep=2 allgather moe_router_force_biased=-2 model=softmax
 experts: tp=4 sp tp_overlap etp=4 recompute=full model=gated
 experts: dp=2 pp=3 m=3 ep=2 pp_layers=[1,2,1] layers=4 mlp_only_layers=[1,2] model=softmax
-multi_token: pp=2 m=3 tie_word_embeddings model=depths
 multi_token: dp=2 pp=2 m=2 engine=zb_v tie_word_embeddings model=depths
 multi_token: dp=2 tp=2 overlap=false model=depths
 optimizers: dp=4 sharding=optimizer intermediate_size=6 muon
 optimizers: dp=2 tp=4 ep=2 etp=2 sharding=optimizer muon model=softmax
 optimizers: dp=2 tp=2 m=3 sp sharding=gradients adamw
 overlap: tp=4 sp tp_overlap model=tied
-overlap: dp=2 pp=2 tp=2 m=6 sp tp_overlap recompute=full model=tied
 precision: dp=2 fp8 layers=3 model=grouped-query
 precision: pp=2 m=2 fp8 fp8_skip=1 layers=4
 precision: pp=2 m=3 engine=zb_h1 recompute=selective fp8
@@ -157,7 +111,7 @@ sharding: dp=4 sharding=optimizer vocab_size=3 layers=1
 sharding: dp=4 sharding=gradients m=2 vocab_size=3 layers=1
 sharding: dp=4 sharding=parameters vocab_size=3 layers=1
 sharding: dp=8 sharding=layerwise layers=1
-sharding: dp=2 cp=2 pp=2 m=4 engine=zb_v sharding=parameters model=tied
+sharding: dp=2 pp=2 m=4 engine=zb_v sharding=parameters model=tied
 """
 
 

@@ -24,7 +24,7 @@ ROWS = """
 0.08 core: vocab_size=4096
 0.08 core: recompute=full
 0.08 core: dp=2 cp=2 recompute=selective
-0.08 core: tp=2 sp vocab_size=4096 dtype=bfloat16
+0.08 core: tp=2 sp vocab_size=1024 dtype=bfloat16
 0.08 optimizers: dp=2 muon moments=bfloat16
 0.08 sharding: dp=3 sharding=optimizer m=2 dtype=bfloat16
 0.08 sharding: dp=2 sharding=layerwise muon
