@@ -1,5 +1,6 @@
 """The loss against torch's cross entropy, with the vocabulary whole and split over ranks."""
 
+import math
 from functools import partial
 from unittest import mock
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import IGNORE_INDEX, Vocabulary, head_loss, stripe_loss
@@ -50,24 +50,6 @@ def test_head_loss_and_its_gradients_equal_torch(stripe_rows, form, monkeypatch)
     assert all(map(torch.equal, (x, weight, targets), before)), "inputs are not changed"
 
 
-def test_the_gradient_takes_the_memory_of_the_logits():
-    x, weight, targets = inputs(torch.float32)
-    memory = []
-
-    class Logits(TorchDispatchMode):
-        """Records the memory of each [N, V] tensor."""
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.shape == (N, V):
-                memory.append(result.untyped_storage().data_ptr())
-            return result
-
-    with Logits():
-        stripe_loss(x, weight, targets, Vocabulary())
-    assert len(set(memory)) == 1
-
-
 def test_large_logits_do_not_overflow_and_ignored_rows_have_no_gradient():
     logits = torch.tensor([[1e4, -1e4, 0.0], [88.0, 89.0, 90.0], [3.0, 2.0, 1.0]])
     targets = torch.tensor([1, 2, IGNORE_INDEX])
@@ -92,44 +74,40 @@ def test_bfloat16_statistics_are_in_float32(monkeypatch):
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         loss = head_loss(x, weight, targets, stripe_loss)
-    assert loss.dtype == torch.float32
     logits = (x.bfloat16() @ weight.bfloat16().T).float()
     close(loss, F.cross_entropy(logits, targets, reduction="sum"), atol=1e-4)
     (gradient,) = gradients(loss, weight)
     assert gradient.dtype == torch.float32
-    was_rounded = torch.equal(gradient, gradient.bfloat16().float())
-    assert not was_rounded, "the sum over stripes"
+    assert not torch.equal(gradient, gradient.bfloat16().float()), "the sum over stripes is rounded"
 
 
-def reduced(x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
-    dist.all_reduce(x, op)
-    return x
-
-
-def split_losses(stripe_rows: int, scale: float) -> list[float]:
-    """The largest relative differences of a rank's slice from the whole computed by torch."""
+def split_losses(stripe_rows: int, scale: float) -> tuple[list[float], int]:
+    """How far a rank's slice is from the whole computed by torch, relative; and its messages."""
     x, weight, targets = inputs()
     weight *= scale
-    rank, size = dist.get_rank(), dist.get_world_size()
-    rows = torch.arange(V).chunk(size)[rank]
+    rows = torch.arange(V).chunk(dist.get_world_size())[dist.get_rank()]
+    messages = []
+
+    def reduced(x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
+        messages.append(dist.all_reduce(x, op))
+        return x
+
     reductions = (partial(reduced, op=op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
-    vocabulary = Vocabulary(rows[0].item(), *reductions)
+    of_slice = partial(stripe_loss, vocabulary=Vocabulary(rows[0].item(), *reductions))
     x.requires_grad_(), weight.requires_grad_()
     theirs = F.cross_entropy(x @ weight.T, targets, reduction="sum")
     dx, dw = gradients(theirs.square(), x, weight)
     mine = weight.detach()[rows].requires_grad_()
     with mock.patch.dict(STRIPE_ROWS, cpu=stripe_rows):
-        loss = head_loss(x, mine, targets, partial(stripe_loss, vocabulary=vocabulary))
+        loss = head_loss(x, mine, targets, of_slice)
     my_dx, my_dw = gradients(loss.square(), x, mine)
     dist.all_reduce(my_dx)
     pairs = [(loss, theirs), (my_dx, dx), (my_dw, dw[rows])]
-    return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs]
+    return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs], len(messages)
 
 
 # In the last row exp would overflow, and after a sum of maxima underflow.
-@pytest.mark.parametrize(
-    "size,stripe_rows,scale", [(2, 1000, 1.0), (3, 5, 1.0), (4, 5, 1.0), (4, 1000, 1e4)]
-)
+@pytest.mark.parametrize("size,stripe_rows,scale", [(2, 1000, 1.0), (3, 5, 1.0), (4, 1000, 1e4)])
 def test_a_split_vocabulary_gives_the_same_loss_and_gradients(pool, size, stripe_rows, scale):
-    for differences in pool.run(size, split_losses, stripe_rows, scale):
-        assert max(differences) < 1e-10
+    for differences, messages in pool.run(size, split_losses, stripe_rows, scale):
+        assert max(differences) < 1e-10 and messages == 2 * math.ceil(N / stripe_rows)

@@ -1,4 +1,4 @@
-import math
+import itertools
 from dataclasses import replace
 from typing import get_args
 
@@ -7,12 +7,9 @@ import torch
 from torch import nn
 
 from picotron_min import layout
-from picotron_min.collectives import all_reduce
 from picotron_min.extensions.settings import Layout, Recipe
-from picotron_min.mesh import build_axes
 from picotron_min.optimizer import build_optimizer, learning_rate_at, measure_gradient
-from picotron_min.placement import placements
-from picotron_min.runtime.skipped_steps import SkippedSteps
+from picotron_min.placement import Placement, placements
 
 RECIPE = Recipe(
     learning_rate=1, min_learning_rate=0.1, schedule="cosine", warmup_steps=4, total_train_steps=20
@@ -41,44 +38,42 @@ def test_known_rates_of_each_schedule():
     assert rates(schedule="wsd", warmup_steps=18)[18:] == pytest.approx([1.0, 0.55])
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_only_matrices_decay(name):
+def test_only_matrices_decay():
     model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.LayerNorm(2, bias=False))
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(model.parameters(), Recipe(name, 0.5, weight_decay=0.1)).step()
+    build_optimizer(model.parameters(), Recipe("adamw", 0.5, weight_decay=0.1)).step()
     torch.testing.assert_close(model[0].weight.detach(), torch.full((2, 3), 0.95))
     assert torch.equal(model[1].weight, torch.ones(2))
 
 
-def gradient_of_parts() -> list[float]:
-    sizes = Layout(pp=2, dp=2, tp=2)
-    axes = build_axes(torch.device("cpu"), sizes)
-    rank = axes.pp.rank
-    gradients = {
-        "embed_tokens.weight": [1.0, 0.0],  # cut over tp, copied over dp_cp and the ends
-        f"{rank}.o_proj.weight": [2.0, 0.0, 2.0],  # cut over tp, copied over dp_cp
-        f"{rank}.norm.weight": [3.0],  # copied over dp_cp and tp
-    }
-    table = placements(gradients, sizes, tied=True)
-    parameters = {name: nn.Parameter(torch.zeros(len(of))) for name, of in gradients.items()}
-    for name, parameter in parameters.items():
-        parameter.grad = torch.tensor(gradients[name])
-    measured = measure_gradient(parameters, table, axes.ranks, count_zeros=True)
-    return all_reduce(measured, axes.world).tolist()
+def test_the_gradient_norm_and_zeros_count_each_element_of_the_model_once():
+    layout, squares, zeros = Layout(pp=2, dp=2, tp=2), torch.zeros(2), torch.zeros(2)
+    for pp, dp, tp in itertools.product(range(2), repeat=3):
+        ranks = {"tp": tp, "dp_cp": dp, "dp_cp_tp": 2 * dp + tp, "ends": pp}
+        gradients = {
+            "embed_tokens.weight": [1.0, 0.0],  # cut over tp, copied over dp_cp and the ends
+            f"{pp}.o_proj.weight": [2.0, 0.0, 2.0],  # cut over tp, copied over dp_cp
+            f"{pp}.norm.weight": [3.0],  # copied over dp_cp and tp
+        }
+        parameters = {name: nn.Parameter(torch.zeros(len(of))) for name, of in gradients.items()}
+        for name, parameter in parameters.items():
+            parameter.grad = torch.tensor(gradients[name])
+        table = placements(gradients, layout, tied=True)
+        for i, count_zeros in enumerate((False, True)):
+            measured = measure_gradient(parameters, table, ranks, count_zeros)
+            squares[i] += measured[0]
+            zeros[i] += measured[1]
+    assert squares.tolist() == pytest.approx([2 * 1 + 2 * 2 * (4 + 4) + 2 * 9] * 2)
+    assert zeros.tolist() == [0, 2 + 2 * 2]
 
 
-def test_the_gradient_norm_and_zeros_count_each_element_of_the_model_once(pool):
-    squares, zeros = 2 * 1 + 2 * 2 * (4 + 4) + 2 * 9, 2 + 2 * 2
-    for measured in pool.run(8, gradient_of_parts):
-        assert measured == pytest.approx([squares, zeros], rel=1e-6)
-
-
-def test_three_non_finite_steps_in_a_row_stop_the_run():
-    skipped = SkippedSteps()
-    norms = [1.0, math.nan, math.inf, 2.0, math.nan, math.nan]
-    skips = [skipped.must_skip(step, norm) for step, norm in enumerate(norms)]
-    assert skips == [False, True, True, False, True, True] and skipped.total == 4
-    with pytest.raises(FloatingPointError, match="3 steps in a row, up to step 6"):
-        skipped.must_skip(6, math.inf)
+def test_the_norm_of_the_gradients_of_a_large_model_is_exact_to_five_digits():
+    parameters = {str(i): nn.Parameter(torch.empty(500, 400)) for i in range(30)}
+    flat = torch.randn(30, 500, 400) * 1e-4  # a bucket: the float32 norm of it errs by 1.7e-4
+    for i, parameter in enumerate(parameters.values()):
+        parameter.grad = flat[i]
+    everywhere = Placement((), copies=(), sums=())
+    square, _ = measure_gradient(parameters, dict.fromkeys(parameters, everywhere), {})
+    assert square.sqrt().item() == pytest.approx(flat.double().norm().item(), rel=1e-5)
