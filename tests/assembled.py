@@ -14,8 +14,9 @@ from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.mesh import build_axes
 from picotron_min.placement import part
 from picotron_min.runtime.config import OVERRIDES, Config
+from picotron_min.runtime.inputs import open_data
 from picotron_min.runtime.token_file import TokenFile
-from tests.training import Training, config_of, open_data
+from tests.training import Training, config_of
 
 GLOBAL_BATCH = 24
 
@@ -87,13 +88,9 @@ class Run(NamedTuple):
 
 
 def train_briefly(config: Config, model: str | ModelConfig, steps: int) -> Run:
-    return run_of(make_training(config, model), range(steps))
-
-
-def run_of(training: Training, steps: range) -> Run:
-    results, routed = [], []
-    for step in steps:
-        if step == steps[-1]:
+    training, results, routed = make_training(config, model), [], []
+    for step in range(steps):
+        if step == steps - 1:
             val_loss = training.evaluate()  # leaves nothing behind that the last step would see
         results.append(training.step(step))
         routed += [experts.routed.numpy() for experts in training.experts]
@@ -128,7 +125,6 @@ def whole_run(
     model: str | ModelConfig,
     steps: int = 3,
     train=train_briefly,
-    timeout: float = 60,
     atol: float = 0.0,
 ) -> Run:
     """The run that its ranks made together; they must agree, and hold every element.
@@ -136,7 +132,7 @@ def whole_run(
     `atol` is of copies. Where tp cuts a vocabulary unevenly, buckets have other sizes, the chunks
     of a ring begin elsewhere, and copies of a norm differ by a last bit between tp ranks.
     """
-    ranks: list[Run] = pool.run(config.world_size, train, config, model, steps, timeout=timeout)
+    ranks: list[Run] = pool.run(config.world_size, train, config, model, steps)
     first = ranks[0]
     for run in ranks:
         assert run[:3] == first[:3], "all ranks report the same"

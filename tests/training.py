@@ -22,23 +22,11 @@ from picotron_min.mesh import Axes
 from picotron_min.model import Llama
 from picotron_min.runtime.config import KEY, SECTIONS, Config
 from picotron_min.runtime.config_file import parse_config
-from picotron_min.runtime.inputs import Inputs, fill_weights, open_data
+from picotron_min.runtime.inputs import Inputs, fill_weights
 from picotron_min.runtime.saver import Saver
 from picotron_min.runtime.token_file import TokenFile
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from train import StepResult
-
-__all__ = [
-    "SHAPE",
-    "StepResult",
-    "Training",
-    "config_of",
-    "new_linear",
-    "open_data",
-    "raw_config",
-    "shard_dim",
-    "with_autograd",
-]
 
 SHAPE = {
     "hidden_size": 32,
@@ -49,27 +37,16 @@ SHAPE = {
 }
 
 
-def raw_config(**keys) -> dict[str, dict]:
-    """The sections of a config with keys of any of them; an axis stands for its size."""
+def config_of(**keys) -> Config:
+    """A config with keys of any section; an axis stands for its size."""
     keys = {KEY.get(key, key): value for key, value in keys.items()}
     assert keys.keys() <= set().union(*SECTIONS.values()), "no section has such a key"
-    return {
-        section: {key: keys[key] for key in names if key in keys}
-        for section, names in SECTIONS.items()
-    }
-
-
-def config_of(**keys) -> Config:
-    return parse_config(raw_config(**keys))
-
-
-DIMS = {"embed_tokens": 0, "lm_head": 0, "o_proj": 1, "down_proj": 1}
-DIMS |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
-
-
-def shard_dim(name: str) -> int | None:
-    """Which dim tensor parallelism cuts a parameter along, written apart from placement.py."""
-    return DIMS.get(name.split(".")[-2])
+    return parse_config(
+        {
+            section: {key: keys[key] for key in names if key in keys}
+            for section, names in SECTIONS.items()
+        }
+    )
 
 
 def new_linear(inputs: int, outputs: int, kind: type[Linear] = Linear) -> Linear:

@@ -2,7 +2,7 @@
 
 `Workplace.main` calls `train.main()` in a fork of the pool's server, which has imported torch and
 transformers: the same as `python train.py`. `torchrun` forks its ranks, too. The first run makes
-the tokens of the text and measures the CPU's peak, for all.
+the tokens of the text, for all.
 """
 
 import json
@@ -11,12 +11,10 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 import train
 from picotron_min.runtime import speed
@@ -35,11 +33,10 @@ class Outcome(NamedTuple):
 
 
 def write_text(folder: Path) -> Path:
-    """Write text.txt, and make room for its tokens and for the CPU's peak in each dtype."""
+    """Write text.txt, and make room for its tokens."""
     text = " ".join(random.Random(0).choices(SENTENCE.split(), k=3000))
     (folder / "text.txt").write_text(text)
     (folder / "cache").mkdir()
-    (folder / "peaks").mkdir()
     return folder
 
 
@@ -48,7 +45,7 @@ class Workplace:
 
     def __init__(self, folder: Path, shared_text: Path, pool: Pool) -> None:
         self.folder, self.pool = folder, pool
-        for name in ("text.txt", "cache", "peaks"):
+        for name in ("text.txt", "cache"):
             (folder / name).symlink_to(shared_text / name)
 
     def config(self, name: str, **sections) -> str:
@@ -110,19 +107,10 @@ def run_main(folder: Path, config: str, output: Path, sabotage: Callable[[], Non
     os.dup2(file, 2)
     os.environ["COLUMNS"] = "200"
     sys.argv = ["train.py", "--config", config]
-    speed.measure_peak_flops = partial(measured_once, speed.measure_peak_flops, folder / "peaks")
+    speed.measure_peak_flops = lambda dtype: 1e11  # to measure it takes 0.2 s
     if sabotage:
         sabotage()
     train.main()
-
-
-def measured_once(measure: Callable, folder: Path, dtype: torch.dtype) -> float:
-    """What `measure` returns, which takes 0.2 s, or has returned for an earlier run."""
-    file = folder / str(dtype)
-    file.touch()
-    if not (known := file.read_text()):  # that run may have been killed before it wrote
-        file.write_text(known := str(measure(dtype)))
-    return float(known)
 
 
 # What torchrun makes of --standalone: any free port.

@@ -5,27 +5,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from picotron_min import collectives
-from picotron_min.collectives import (
-    Shift,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from picotron_min.collectives import all_gather, all_to_all, reduce_scatter, start_all_reduce
 from picotron_min.extensions.settings import Layout
-from picotron_min.extensions.sharding import units as in_place
 from picotron_min.mesh import build_axes
-from tests.nccl_like import nccl_like
-from tests.pool import RankFailed
 
 
 def rows_of(layout: Layout) -> dict[str, tuple[int, list[int]]]:
     cpu = torch.device("cpu")
     axes = build_axes(cpu, layout, timeout_seconds=7)
     for axis in axes:
-        assert axis.group._get_backend(cpu).options._timeout == timedelta(seconds=7), axis.name
+        assert axis.group._get_backend(cpu).options._timeout == timedelta(seconds=7)
     return {axis.name: (axis.rank, dist.get_process_group_ranks(axis.group)) for axis in axes}
 
 
@@ -60,64 +49,20 @@ def test_every_axis_is_the_right_row_of_its_grid(pool):
             assert rows == {axis: (row.index(rank), row) for axis, row in here.items()}
 
 
-def summed() -> tuple[float, float, dict, dict]:
-    axes = build_axes(torch.device("cpu"), Layout(dp=2, tp=2))
-    over_tp = all_reduce(torch.tensor([float(dist.get_rank())]), axes.tp).item()
-    over_pp = all_reduce(torch.tensor([float(dist.get_rank())]), axes.pp).item()
-    all_reduce(torch.zeros(10, dtype=torch.float64), axes.tp)
-    return over_tp, over_pp, dict(axes.tp.ledger.calls), dict(axes.tp.ledger.bytes)
-
-
-def test_all_reduce_sums_along_its_axis_only_and_is_booked(pool):
-    results = pool.run(4, summed)
-    assert [over_tp for over_tp, *_ in results] == [1, 1, 5, 5]
-    assert [over_pp for _, over_pp, *_ in results] == [0, 1, 2, 3]
-    # 2 (n-1)/n of 4 and of 80 bytes
-    assert all(calls == {"all_reduce": 2} for *_, calls, _ in results)
-    assert all(sent == {"all_reduce": 84.0} for *_, sent in results)
-
-
-def of_a_strided_slice() -> dict[str, list]:
-    axis = build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp
-    for function in (start_all_reduce, Shift):
-        with pytest.raises(AssertionError, match="non-contiguous"):
-            function(torch.zeros(4, 4)[:, 1], axis)
+def of_a_strided_slice() -> tuple[list, ...]:
+    axis = build_axes(torch.device("cpu"), Layout(tp=2)).tp
     numbers = torch.arange(8.0).view(4, 2) + 10 * axis.rank
     column = numbers[:, 0]  # 0 2 4 6, on rank 1 10 12 14 16
-    part, work = start_reduce_scatter(column, axis, dim=0)
-    work.wait()
-    return {
-        "all_gather": all_gather(column, axis, dim=0).tolist(),
-        "reduce_scatter": part.tolist(),
-        "all_to_all": all_to_all(numbers[:, :1], axis, split_dim=0, gather_dim=1).tolist(),
-    }
+    with pytest.raises(AssertionError, match="non-contiguous"):
+        start_all_reduce(column, axis)
+    gathered, part = all_gather(column, axis, dim=0), reduce_scatter(column, axis, dim=0)
+    exchanged = all_to_all(numbers[:, :1], axis, split_dim=0, gather_dim=1)
+    return gathered.tolist(), part.tolist(), exchanged.tolist()
 
 
 def test_a_strided_slice_is_refused_in_place_and_else_as_good_as_any(pool):
-    pool.run(1, of_a_strided_slice)
-    first, second = pool.run(2, of_a_strided_slice)
-    assert first["all_gather"] == second["all_gather"] == [0, 2, 4, 6, 10, 12, 14, 16]
-    assert (first["reduce_scatter"], second["reduce_scatter"]) == ([10, 14], [18, 22])
-    assert first["all_to_all"] == [[0, 10], [2, 12]]
-    assert second["all_to_all"] == [[4, 14], [6, 16]]
-
-
-# What follows the axis.
-COLLECTIVES = {"start_all_reduce": (), "all_gather": (0,), "start_reduce_scatter": (0,)}
-COLLECTIVES |= {"start_all_gather_": (), "start_reduce_scatter_": (), "all_to_all": (0, 1)}
-COLLECTIVES |= {"Shift": ()}
-
-
-def one_rank_alone(name: str) -> None:
-    axis = build_axes(torch.device("cpu"), Layout(dp=2)).dp
-    with nccl_like(seconds=0.2):
-        if axis.rank == 0:
-            function = getattr(collectives, name, None) or getattr(in_place, name)
-            function(torch.zeros(2, 2), axis, *COLLECTIVES[name])
-        dist.barrier()
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_where_first_use_blocks_no_collective_is_started_by_one_rank_alone(pool, name):
-    with pytest.raises(RankFailed, match="rank 0 waits to open collectives of"):
-        pool.run(2, one_rank_alone, name)
+    gathered = [0, 2, 4, 6, 10, 12, 14, 16]
+    assert pool.run(2, of_a_strided_slice) == [
+        (gathered, [10, 14], [[0, 10], [2, 12]]),
+        (gathered, [18, 22], [[4, 14], [6, 16]]),
+    ]

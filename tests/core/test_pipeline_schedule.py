@@ -1,14 +1,13 @@
 """Schedules and their messages are checked on paper: no processes, no tensors."""
 
 import itertools
-import re
 from collections import deque
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans, chunks_problem
+from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
 from picotron_min.extensions.schedules.simulator import peak_live, simulate
 from picotron_min.pipeline_messages import inputs_of, textbook_times
 from picotron_min.pipeline_schedule import (
@@ -20,7 +19,6 @@ from picotron_min.pipeline_schedule import (
     Plan,
     bubble,
     loop,
-    one_f_one_b,
     stages_of,
 )
 
@@ -35,11 +33,8 @@ def plans_of(engine: str, ranks: int, m: int, chunks: int) -> list[Plan]:
     return build_plans(engine, ranks, m, chunks)
 
 
-def play(plans: list[Plan], place: Place = loop, send_time: float = 0.0) -> float:
-    """The makespan where a message arrives `send_time` after both its ends are posted.
-
-    ValueError if ranks wait for ever where both ends of a message block.
-    """
+def play(plans: list[Plan], place: Place = loop) -> float:
+    """The makespan where both ends of a message block; an error if ranks wait for ever."""
     todo, clocks, arrived = [deque(plan) for plan in plans], [0.0] * len(plans), {}
     times, ends, targets = textbook_times(plans), {}, set()
     for (peer, needing), sources in inputs_of(plans, place).items():
@@ -60,10 +55,8 @@ def play(plans: list[Plan], place: Place = loop, send_time: float = 0.0) -> floa
             if (peer, receive) in heads:
                 ready |= {send, (peer, receive)}
                 needing = receive._replace(kind=KINDS[receive.kind], peer=None)
-                arrived[peer, needing] = max(clocks[send[0]], clocks[peer]) + send_time
-        if not ready:
-            waiting = [f"rank {rank} waits in '{action}'" for rank, action in sorted(heads)]
-            raise ValueError(f"deadlock: {'; '.join(waiting)}")
+                arrived[peer, needing] = max(clocks[send[0]], clocks[peer])
+        assert ready, f"deadlock: {heads}"
         for rank, _ in ready:
             todo[rank].popleft()
     return max(clocks)
@@ -106,11 +99,7 @@ def test_every_stage_does_every_micro_batch_once_and_as_the_textbook_says(engine
 def test_the_formulas_are_those_in_the_papers(p, m, v):
     assume(m >= p or v == 1)
     assert bubble(p, m, v) == pytest.approx((p - 1) / (m * v + p - 1), abs=1e-12)
-    if m % p == 0 and m > p:
-        live = SCHEDULES["interleaved"].live_activations(0, p, m, v)
-        assert live == min(m * v, p * v + p - 1)
     assert SCHEDULES["1f1b"].live_activations(0, p, m, 1) == min(m, p)
-    assert SCHEDULES["afab"].live_activations(p - 1, p, m, v) == m * v
 
 
 @pytest.mark.parametrize(
@@ -125,65 +114,3 @@ def test_known_plans(engine, ranks, m, chunks, training, last_plan):
     plans = build_plans(engine, ranks, m, chunks, training=training)
     assert " ".join(str(action) for action in plans[-1] if action.peer is None) == last_plan
     assert play(plans) == simulate(plans).makespan
-
-
-def test_a_longer_warm_up_hides_the_time_of_sends():
-    def lost(engine: str) -> float:
-        plans = build_plans(engine, 4, 32)
-        return play(plans, send_time=0.25) - simulate(plans).makespan
-
-    there_and_back = 2 * 3 * 0.25
-    assert lost("afab") == there_and_back
-    assert lost("1f1b") > 5 * there_and_back
-
-
-def send_when_made_receive_when_needed(plans: list[Plan]) -> list[Plan]:
-    """The obvious way to insert communication for one chunk, which ignores the other ranks."""
-    last, naive = len(plans) - 1, []
-    for rank, plan in enumerate(plans):
-        naive.append([])
-        for a in plan:
-            before, after = (rank - 1, rank + 1) if a.kind is F else (rank + 1, rank - 1)
-            if 0 <= before <= last:
-                naive[-1].append(Action(RECEIVES[a.kind], a.micro_batch, 0, before))
-            naive[-1].append(a)
-            if 0 <= after <= last:
-                naive[-1].append(Action(SENDS[a.kind], a.micro_batch, 0, after))
-    return naive
-
-
-def test_the_obvious_sends_deadlock_in_1f1b():
-    plans = send_when_made_receive_when_needed([one_f_one_b(rank, 2, 4) for rank in range(2)])
-    circle = "rank 0 waits in 'send F1 to rank 1'; rank 1 waits in 'send B0 to rank 0'$"
-    with pytest.raises(ValueError, match=circle):
-        play(plans)
-
-
-def test_a_circle_over_two_ranks_is_named_in_its_order():
-    one = [Action(F, 0), Action(B, 0), Action(F, 1), Action(B, 1)]
-    other = [Action(F, 0), Action(F, 1), Action(B, 0), Action(B, 1)]
-    with pytest.raises(ValueError, match=r"^deadlock, each waits for the next: ") as error:
-        simulate([one, other])
-    steps = re.findall("'.*?' of rank .", str(error.value))
-    circle = ["'B0' of rank 0", "'B0' of rank 1", "'F1' of rank 1", "'F1' of rank 0"]
-    start = circle.index(steps[0])
-    assert steps == [*circle[start:], *circle[:start], steps[0]]
-
-
-@pytest.mark.parametrize("rank,action", [(0, "B3"), (1, "F2")])
-def test_an_action_that_is_missing_or_there_twice_is_named(rank, action):
-    plans = build_plans("1f1b", 2, 4)
-    (found,) = [a for a in plans[rank] if str(a) == action]
-    for plan, problem in (
-        ([a for a in plans[rank] if a != found], "is missing"),
-        ([*plans[rank], found], "is there 2 times"),
-    ):
-        others = [plan if i == rank else other for i, other in enumerate(plans)]
-        with pytest.raises(ValueError, match=f"^rank {rank}: '{action}' {problem}$"):
-            simulate(others)
-
-
-def test_chunks_are_refused_where_they_have_no_meaning():
-    assert chunks_problem("interleaved", 3) is None
-    with pytest.raises(ValueError, match="1f1b has 1 chunk a rank, not 2: use 1, or engine afab"):
-        build_plans("1f1b", 2, 4, 2)
