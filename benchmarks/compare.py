@@ -13,11 +13,10 @@ machine does hits all of them alike:
 A step starts at a barrier and takes as long as its slowest rank. The result is the median of the
 ratios. The first steps must give the same losses and gradient norms: a comparison of different
 work is worth nothing. Memory is measured with each contender alone in fresh processes, because the
-kernel's peak never falls. CPU only, float32, one thread a process. The bound does what our step
-cannot do without, and nothing else (ours.py): its share is the last line of a row.
+kernel's peak never falls. CPU only, float32, one thread a process. The bound does the products of
+our step, and nothing else (products.py): its share is the last line of a row.
 """
 
-import json
 import multiprocessing
 import os
 import sys
@@ -39,7 +38,6 @@ from benchmarks import peers
 from benchmarks.common import Done, check_same_work, facts
 from benchmarks.ours import CPU, Build, Place, bound, picotron_min
 from picotron_min.costs import parameter_count
-from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.mesh import build_axes
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -85,17 +83,12 @@ def main(arguments: list[str] | None = None, work: dict = WORK) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], metavar="ROW")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contender")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
     options = parser.parse_args(arguments)
     set_environment()
-    known, measured = facts_of(work), {}
-    print("\n".join(f"{name:<13} {value}" for name, value in known.items()), flush=True)
+    print("\n".join(f"{name:<13} {value}" for name, value in facts_of(work).items()), flush=True)
     for name in options.rows:
-        measured[name] = result = measure(ROWS[name], work, options.rounds)
+        result = measure(ROWS[name], work, options.rounds)
         print(f"\n{name}\n{table(result)}", flush=True)
-    if options.json:
-        results = {name: result._asdict() for name, result in measured.items()}
-        options.json.write_text(json.dumps(known | results, indent=2) + "\n")
 
 
 def facts_of(work: dict) -> dict[str, str]:
@@ -111,7 +104,7 @@ def facts_of(work: dict) -> dict[str, str]:
 class Result(NamedTuple):
     """A row's numbers, by contender."""
 
-    seconds: dict[str, list[float]]  # of the steps of the slowest rank, in the order of the rounds
+    seconds: dict[str, np.ndarray]  # of the steps of the slowest rank, in the order of the rounds
     memory: dict[str, float]  # MB at the peak of the largest process, above what it held before
 
 
@@ -123,11 +116,11 @@ def measure(row: Row, work: dict, rounds: int) -> Result:
     check_same_work({who: ranks[0].done[who] for who in contenders}, TOLERANCE)
     seconds = {who: np.max([rank.seconds[who] for rank in ranks], axis=0) for who in timed}
     # The bound waits in the pipeline's bubble, as our step does.
-    d, count = (config := parse_config(row.sections(work))).distributed, config.training
-    count = count.gradient_accumulation_steps
-    seconds[BOUND] /= 1 - SCHEDULES[d.pp_engine].bubble(d.pp_size, count, d.pp_chunks)
+    config = parse_config(row.sections(work))
+    layout, count = config.layout, config.training.gradient_accumulation_steps
+    seconds[BOUND] /= 1 - layout.schedule.bubble(layout.pp, count, layout.pp_chunks)
     memory = {who: measure_memory(row, {who: build}, work) for who, build in contenders.items()}
-    return Result({who: of.tolist() for who, of in seconds.items()}, memory)
+    return Result(seconds, memory)
 
 
 def measure_memory(row: Row, alone: dict[str, Build], work: dict) -> float:
@@ -195,10 +188,9 @@ def table(result: Result) -> str:
     return "\n".join([*lines, f"{ratios(seconds[BOUND], seconds[OURS])} of it is its bound"])
 
 
-def ratios(these: list[float], those: list[float]) -> str:
+def ratios(these: np.ndarray, those: np.ndarray) -> str:
     """The median and quartiles, pair by pair, so that a slow phase of the machine cancels."""
-    pairs = [a / b for a, b in zip(these, those, strict=True)]
-    low, median, high = np.quantile(pairs, [0.25, 0.5, 0.75])
+    low, median, high = np.quantile(these / those, [0.25, 0.5, 0.75])
     return f"{median:.3f} ({low:.3f}-{high:.3f})"
 
 

@@ -11,8 +11,8 @@ weights, and their first losses and gradient norms must agree, or their times sa
 
 Each contender is alone in the GPU's memory, or large micro-batches would not fit, and has the
 micro-batch that is fastest for it: powers of two are tried until one does not fit or is not faster.
-It is measured as it is, and with its layers and its loss compiled: then also with twice that, which
-needs less memory. The median counts. Beside ours is what its products take alone.
+It is measured as it is, and with its layers and its loss compiled: then from that size on, since
+it needs less memory. The median counts. Beside ours is what its products take alone.
 
 A row is printed, and written to the file of `--json`, as soon as it is measured. It is marked where
 it is more than 5% slower than in benchmarks/gpu.json, the rows to hold it against, if it is there.
@@ -21,7 +21,6 @@ it is more than 5% slower than in benchmarks/gpu.json, the rows to hold it again
 import contextlib
 import gc
 import json
-import math
 import statistics
 import sys
 import time
@@ -42,8 +41,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, installed or not
 
 from benchmarks import common
-from benchmarks.common import Done, Step, TrainStep
-from benchmarks.products import Products
+from benchmarks.common import Done, Step, our_step
+from benchmarks.products import products_alone
 from picotron_min.data import Batches
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.settings import Layout, ModelConfig, Recipe, Workload
@@ -182,9 +181,9 @@ def measure(
     """Ours, with its products alone, and the peer; each as it is and compiled."""
     best = {}  # the micro-batch of each contender, as it is
     for who in filter(only.__contains__, CONTENDERS):
-        known = best.get("picotron-min" if who == ALONE else who.removesuffix(" compiled"))
-        larger = [] if who == ALONE else [2 * known] if known else []
-        tried = [n for n in work.preset.micro_batches if not known or n in (known, *larger)]
+        known = best.get("picotron-min" if who == ALONE else who.removesuffix(" compiled"), 1)
+        larger = [n for n in work.preset.micro_batches if n >= known]
+        tried = [known] if who == ALONE else larger
         try:
             result = fastest(who, work, partial(make_step, who, work), sizes or tried, steps)
         except Exception as error:  # the others get their numbers, which cost minutes
@@ -252,20 +251,6 @@ def time_steps(who: str, work: Work, size: int, step: Step, steps: int) -> Resul
     return Result(who, size, seconds[WARMUP:], done, speed)
 
 
-def products_alone(step: Step, device: torch.device) -> Step:
-    """A step of which nothing but the products is left: the limit of ours."""
-    with Products() as recorded:
-        step(0)
-
-    def again(index: int) -> Done:
-        recorded.again()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return Done(math.nan, math.nan)
-
-    return again
-
-
 @lru_cache(maxsize=1)
 def weights_of(model: str) -> dict[str, Tensor]:
     """Everybody's, on the host: drawing them takes longer than a contender's steps."""
@@ -282,7 +267,7 @@ def our_run(work: Work, workload: Workload) -> Run:
 
 
 def picotron_min(work: Work, workload: Workload) -> Step:
-    return TrainStep(our_run(work, workload))
+    return our_step(our_run(work, workload))
 
 
 def transformers_model(work: Work, workload: Workload) -> Step:

@@ -1,16 +1,14 @@
-"""Ours: the train step of picotron-min, and the bound of what it cannot do without.
+"""Ours: the train step of picotron-min, and the bound, the time of its products alone.
 
 A contender of compare.py is a function of a Place that builds its model and returns its step.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from benchmarks.common import Done, Step, TrainStep
-from benchmarks.products import Products
+from benchmarks.common import Step, our_step
+from benchmarks.products import products_alone
 from picotron_min.extensions.build import build_model
 from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes
@@ -21,7 +19,6 @@ from picotron_min.runtime.token_file import TokenFile
 from train import build_run
 
 CPU = torch.device("cpu")
-COPIED = 2**25  # bytes: more than a core's caches have
 
 
 class Place:
@@ -41,35 +38,8 @@ def picotron_min(place: Place) -> Step:
     model = build_model(model_config, config.layout, config.workload, axes, CPU)
     initialise(model.parameters, model_config, config.training.seed, model.placements, axes)
     model.weights_changed()  # renews what was made of the weights, such as copies in bfloat16
-    return TrainStep(build_run(model, config.recipe, place.data))
+    return our_step(build_run(model, config.recipe, place.data))
 
 
 def bound(place: Place) -> Step:
-    """Only what our step cannot do without: its products, and copies of the bytes that it moves."""
-    step, source = picotron_min(place), torch.ones(COPIED // 4)
-    step(0)  # makes the optimizer's state
-    for axis in place.axes:
-        axis.ledger.take_bytes()
-    with Products() as products:
-        step(1)
-    # A byte that is sent is read and written, as in a copy.
-    moved = 2 * sum(axis.ledger.take_bytes() for axis in place.axes)
-    moved += bytes_of_update(step.run.optimizer)
-    whole, rest = divmod(moved // 2, COPIED)
-    pieces, target = [source] * whole + [source[: rest // 4]], torch.empty_like(source)
-    del step  # with its weights and state, whose memory the copies would compete for
-
-    def again(index: int) -> Done:
-        products.again()
-        for part in pieces:
-            target[: len(part)].copy_(part)
-        return Done(math.nan, math.nan)
-
-    return again
-
-
-def bytes_of_update(optimizer: torch.optim.Optimizer) -> int:
-    """Read and written: weights and what is stored of them. Read twice: gradients."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    stored = [x for p in weights for x in optimizer.state[p].values() if isinstance(x, Tensor)]
-    return 2 * sum(x.nbytes for x in [*weights, *weights, *stored])
+    return products_alone(picotron_min(place), CPU)

@@ -63,9 +63,8 @@ def ceilings() -> str:
     big = torch.empty(2**20 if ON_CPU else 2**30, dtype=torch.uint8, device=DEVICE)
     rows.append(f"copy {2 * len(big) / seconds('x.clone()', x=big) / 1e12:.2f} TB/s")
     host = torch.empty(len(big) // 8, dtype=torch.uint8, pin_memory=not ON_CPU)
-    for where, call in (("to the host", "h.copy_(x)"), ("from it", "x.copy_(h)")):
-        speed = len(host) / seconds(call, h=host, x=big[: len(host)]) / 1e9
-        rows.append(f"{where} {speed:.1f} GB/s")
+    speed = len(host) / seconds("h.copy_(x)", h=host, x=big[: len(host)]) / 1e9
+    rows.append(f"to the host {speed:.1f} GB/s")  # what offload has to hide
     return ", ".join(rows)
 
 
