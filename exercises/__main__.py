@@ -25,7 +25,6 @@ from exercises.sandbox import Sandbox
 from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 TASKS = "4; to grade 4=20 for 20 points, hunt2, design1; default: all exercises, 10 points each"
 IS_SET = {"action": "store_true"}
 # Of four exercises each: docs/teaching.md has a page about each.
@@ -45,7 +44,7 @@ OPTIONS = {
     "--answer": {"metavar": "FILE:FUNCTION", "help": "where the mistake is"},
     "--csv": {"type": Path, "default": Path("marks.csv"), "help": "the table"},
     "--json": {"type": Path, "help": "instead: results.json of Gradescope, of one student"},
-    "--jobs": {"type": int, "default": CORES, "help": "checks at a time; default: cores"},
+    "--jobs": {"type": int, "default": os.cpu_count(), "help": "checks at a time; default: cores"},
     "--exercises": {"nargs": "+", "default": [], "metavar": "N", "help": TASKS},
 }
 

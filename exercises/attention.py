@@ -1,5 +1,7 @@
 """Attention the slow way, as a reference for exercises 19 and 20: each query head by itself."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,3 +15,8 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         p = scores.masked_fill(future, -torch.inf).softmax(-1)
         heads.append(p @ v[:, h // each])
     return torch.stack(heads, 1)
+
+
+def with_gradients(out: Tensor, qkv: Sequence[Tensor], d_out: Tensor) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(out, qkv, d_out, allow_unused=True)
+    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))

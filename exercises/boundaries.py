@@ -73,14 +73,14 @@ def expected(case: Case) -> list[dict[str, Any]]:
     return results
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:
+def traffic(case: Case, rank: int) -> dict[str, Sent]:
     """A sum of [B, S, E] in each call."""
     share = (case.ranks - 1) / case.ranks
     size = CALLS * share * 8 * case.batch * case.length * case.hidden
     if case.kind != SEQUENCE:
-        return [{"all_reduce": Sent(CALLS, 2 * size)}] * case.ranks
+        return {"all_reduce": Sent(CALLS, 2 * size)}
     sent = {"all_gather": Sent(CALLS, size), "reduce_scatter": Sent(CALLS, size)}
-    return [sent | {"all_reduce": Sent(1, 2 * share * 4)}] * case.ranks  # of the largest value
+    return sent | {"all_reduce": Sent(1, 2 * share * 4)}  # of the largest value
 
 
 def order(case: Case, rank: int, record: Record) -> str | None:

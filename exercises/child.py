@@ -27,7 +27,7 @@ from exercises.world import line_in
 # A check that has computed, or is there, for so long reports its line. One that cannot is killed.
 STUCK_CPU_SECONDS, STUCK_SECONDS, KILL_SECONDS = 5, 60, 120
 LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 4 * 2**30, "RLIMIT_FSIZE": 10 * 2**20, "RLIMIT_CORE": 0}
-PRINTED_LINES, PRINTED = 20, 4000  # lines and characters of what a student prints that are kept
+PRINTED = 2000  # characters of what a student prints that are kept
 PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 
@@ -161,5 +161,5 @@ class Printed(io.TextIOBase):
         return len(text)
 
     def shown(self) -> str:
-        text = "".join(self.text.splitlines(keepends=True)[:PRINTED_LINES])[:PRINTED]
+        text = self.text[:PRINTED]
         return text if text == self.text else f"{text.rstrip()}\n... cut\n"

@@ -67,13 +67,8 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray):
         what = "tensor" if isinstance(value, Tensor) else "numpy array"
         return f"a {what} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    if type(value) is tuple:
-        number = f"{len(value)} value{'s' * (len(value) != 1)}"
-        return f"{number} ({', '.join(map(described, value))})"
     kind = type(value).__name__
-    length = f" of {len(value)}" if isinstance(value, list | dict) else ""
-    if isinstance(value, list) and value:
-        length += f", the first of them {described(value[0])}"
+    length = f" of {len(value)}" if isinstance(value, list | tuple | dict) else ""
     return "None" if value is None else f"a{'n' * (kind[0] in 'aeiouAEIOU')} {kind}{length}"
 
 
@@ -82,15 +77,10 @@ def differences(got: Any, expected: Any, at: tuple = ()) -> Iterator[tuple[tuple
     if isinstance(expected, Tensor):
         yield from _tensor_differences(got, expected, at)
     elif isinstance(expected, list | tuple) and isinstance(got, list | tuple):
-        pairs = enumerate(zip(got, expected, strict=False))
-        parts = (d for i, (a, b) in pairs for d in differences(a, b, (*at, i)))
-        is_short = len(got) + len(expected) <= MANY and _is_plain(got) and _is_plain(expected)
-        if is_short:  # it is shown whole
-            is_other = len(got) != len(expected) or any(True for _ in parts)
-            yield from [(at, got, expected)] * is_other
-        elif len(got) != len(expected):
-            yield at, f"{len(got)} long", f"{len(expected)} long"
-        yield from parts
+        if len(got) != len(expected):
+            yield at, list(got), list(expected)
+        for i, pair in enumerate(zip(got, expected, strict=False)):
+            yield from differences(*pair, (*at, i))
     elif isinstance(expected, dict) and isinstance(got, dict):
         if got.keys() != expected.keys():
             yield at, sorted(map(str, got)), sorted(map(str, expected))
@@ -137,8 +127,7 @@ def _text(value: Any, digits: int) -> str:
         is_short = value.numel() <= MANY
         return _text(value.tolist(), digits) if is_short else f"a tensor {list(value.shape)}"
     if isinstance(value, list | tuple):
-        texts = ", ".join(_text(one, digits) for one in value)
-        return f"[{texts}]" if isinstance(value, list) else f"({texts})"
+        return f"[{', '.join(_text(one, digits) for one in value)}]"
     return str(value)
 
 
@@ -169,9 +158,6 @@ def patterns(
         if all(isinstance(one.value, SumOf) and one.value.has_part(one.got) for one in wrong):
             yield "part", "Every wrong result is a part of the right sum: some terms are missing."
         yield from _of_numbers(factors, pairs)
-    if wrong and all(_is_reordered(one.got, one.value) for one in wrong):
-        listed = ", ".join(f"`{name}`" for name in sorted({one.name for one in wrong}))
-        yield "reordered", f"{listed}: it is all there, but in another order."
 
 
 def _of_neighbours(wrong: list[Wrong], expected: list[dict]) -> Iterator[tuple[str, str]]:
@@ -195,6 +181,8 @@ def _of_numbers(
                 yield f"{how}: {name}", f"Every wrong number is {what}"
     if all(a.ndim == 2 and equal(a.mT, b) for a, b in pairs):
         yield "transposed", "Every wrong matrix is the transpose of the right one."
+    if all(equal(*(x.flatten().sort().values for x in pair)) for pair in pairs):
+        yield "reordered", "Every wrong result has the right numbers in another order."
     if off.isnan().all():
         why = "memory that nothing was written to, a message before its `wait`, 0 / 0 or inf / inf"
         yield "nan", f"Every wrong number is NaN: {why}."
@@ -209,26 +197,10 @@ def _of_numbers(
 
 
 def _numbers(value: Any) -> Tensor | None:
-    """A tensor, a number or a list of numbers, as a tensor of float64; else None."""
-    if _is_plain(value):
-        with suppress(ValueError, TypeError):  # lists of different lengths
-            value = torch.tensor(value, dtype=torch.float64)
-    is_usable = isinstance(value, Tensor) and value.numel()
-    return value.detach().to(torch.float64) if is_usable else None
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (int, float) or (type(value) is list and all(map(_is_plain, value)))
-
-
-def _is_reordered(got: Any, right: Any) -> bool:
-    mine, others = _leaves(got), _leaves(right)
-    return mine != others and sorted(mine) == sorted(others)
-
-
-def _leaves(value: Any) -> list[str]:
-    """All numbers in a tensor, or in lists of them, as texts."""
-    value = value.tolist() if isinstance(value, Tensor) else value
-    if isinstance(value, list | tuple):
-        return [leaf for part in value for leaf in _leaves(part)]
-    return [_text(value, 11)]
+    """Numbers, tensors or lists of them that are equally long, as one tensor of float64."""
+    with suppress(ValueError, TypeError, RuntimeError):  # whatever else it is
+        if isinstance(value, list | tuple):
+            value = torch.stack([_numbers(part) for part in value])
+        value = torch.as_tensor(value).detach().to(torch.float64)
+        return value if value.numel() else None
+    return None

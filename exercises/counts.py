@@ -1,6 +1,6 @@
 """Gates B and O: calls and bytes against what an exercise expects, and the order of events."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from exercises.exercise import Case, Sent, together
 from exercises.ranks import Record
@@ -8,17 +8,17 @@ from exercises.ranks import Record
 NONE = Sent(0, 0.0)
 
 
-def traffic_problem(traffic: list[dict[str, Sent]], records: list[Record]) -> str:
-    for rank, (record, right) in enumerate(zip(records, traffic, strict=True)):
-        # "send as shift": what travels, and how the ledger counts it.
-        for found, end, what in (
-            (record.sent, 0, f"rank {rank} sends"),
-            (record.ledger, -1, f"the ledger of rank {rank} has"),
-        ):
-            wanted = together((names.split(" as ")[end], sent) for names, sent in right.items())
-            if problem := _count_problem(found, wanted):
-                return f"{what} {problem}"
-    return ""
+def traffic_problem(traffic: Callable, case: Case, rank: int, record: Record) -> str | None:
+    right = traffic(case, rank).items()
+    # "send as shift": what travels, and how the ledger counts it.
+    for found, end, what in (
+        (record.sent, 0, f"rank {rank} sends"),
+        (record.ledger, -1, f"the ledger of rank {rank} has"),
+    ):
+        wanted = together((names.split(" as ")[end], sent) for names, sent in right)
+        if problem := _count_problem(found, wanted):
+            return f"{what} {problem}"
+    return None
 
 
 def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:

@@ -1,5 +1,6 @@
 """Marks for the schedule of design 1, by the simulator of the course's pipelines."""
 
+import re
 from collections.abc import Callable
 
 from exercises.design import Marks
@@ -14,7 +15,7 @@ BUBBLES = (0.273, 0.20, 0.158)  # of one mark, two, three
 def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
     """Marks for a schedule function; whatever it raises is not caught here."""
     if chunks not in range(1, MOST_CHUNKS + 1):
-        return Marks(0, f"CHUNKS = {chunks}: use 1 or {MOST_CHUNKS}")
+        return 0, f"CHUNKS = {chunks}: use 1 or {MOST_CHUNKS}", ""
     sizes = RANKS, MICRO_BATCHES, chunks
     try:
         plans = [[parse_action(text) for text in schedule(r, *sizes)] for r in range(RANKS)]
@@ -22,7 +23,7 @@ def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
             raise ValueError(f"CHUNKS = {chunks}, but the plan has chunks beyond them")
         timeline = simulate(plans)
     except ValueError as error:
-        return Marks(0, str(error))
+        return 0, str(error), ""
     bubble = timeline.bubble(0)
     alive = max(map(peak_live, plans)) / chunks
     lines = [f"bubble {bubble:.1%}, at most {alive:g} micro-batches alive on a rank"]
@@ -34,12 +35,13 @@ def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
     else:
         lines.append("best known: 15.8%, interleaved with one warm-up forward, not two, for each")
         lines.append("rank behind. Our `interleaved` needs 5.5 alive.")
-    return Marks(marks, "\n".join(lines), draw(timeline))
+    return marks, "\n".join(lines), draw(timeline)
 
 
 def parse_action(text: str) -> Action:
     """F0.1 as an Action; ValueError for all else."""
-    number, _, chunk = str(text)[1:].partition(".")
-    if text[:1] not in ("F", "B") or not number.isdecimal() or not (chunk or "0").isdecimal():
+    found = re.fullmatch(r"([FB])(\d+)(?:\.(\d+))?", str(text))
+    if not found:
         raise ValueError(f"{text!r} is no action: use F0, B0, F0.1, B0.1")
-    return Action(Kind(text[0]), int(number), int(chunk or 0))
+    kind, number, chunk = found.groups("0")
+    return Action(Kind(kind), int(number), int(chunk))

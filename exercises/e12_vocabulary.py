@@ -39,7 +39,7 @@ def cases(dice: Dice) -> list[Case]:
     some = [(n, v, {"tokens": dice.randint(5, 8), "scores_around": 1}) for n, v in vocab.items()]
     some.append((2, 7, {"tokens": 6, "scores_around": 1000}))
     some.append((2, 8, {"tokens": 8, "scores_around": 1, "dtype": "bfloat16"}))
-    return [Case(n, vocab=v, slices_alike=v % n == 0, **sizes) for n, v, sizes in some]
+    return [Case(n, vocab=v, **sizes) for n, v, sizes in some]
 
 
 def data(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,9 +87,9 @@ def expected(case: Case) -> list[dict]:
     return [{"losses": losses.detach(), "gradient of the logits": part} for part in parts]
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:
+def traffic(case: Case, rank: int) -> dict[str, Sent]:
     n, size = case.ranks, 3 * case.tokens * (4 if hasattr(case, "dtype") else 8)
-    return [{"all_reduce": Sent(2, 2 * (n - 1) / n * size)}] * n
+    return {"all_reduce": Sent(2, 2 * (n - 1) / n * size)}
 
 
 MISTAKES = """

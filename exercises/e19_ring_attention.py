@@ -24,7 +24,7 @@ Read: context_parallel.py, attention.py.
 
 import torch
 
-from exercises.attention import full_attention
+from exercises.attention import full_attention, with_gradients
 from exercises.exercise import Case, Dice, Sent, draw
 
 B, D = 2, 4
@@ -78,8 +78,7 @@ def on_rank(rank, case: Case) -> dict:
         return {"dtype": str(out.dtype), OFF: int(off.sum())}
     if not case.backward:
         return {"out": out}
-    gradients = torch.autograd.grad(out, qkv, d_out)
-    return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return with_gradients(out, qkv, d_out)
 
 
 def expected(case: Case) -> list[dict]:
@@ -87,20 +86,17 @@ def expected(case: Case) -> list[dict]:
     if case.dtype == "bfloat16":
         return [{"dtype": "torch.bfloat16", OFF: 0}] * case.ranks
     *qkv, d_out = whole_tensors(case)
-    qkv = [tensor.requires_grad_() for tensor in qkv]
-    out = full_attention(*qkv)
-    results = {"out": out.detach()}
-    gradients = torch.autograd.grad(out, qkv, d_out) if case.backward else ()
-    results |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
+    out = full_attention(*(tensor.requires_grad_() for tensor in qkv))
+    results = with_gradients(out, qkv, d_out) if case.backward else {"out": out.detach()}
     return [{name: x[:, :, part] for name, x in results.items()} for part in parts]
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:
+def traffic(case: Case, rank: int) -> dict[str, Sent]:
     itemsize = 2 if case.dtype == "bfloat16" else 8
     k = B * case.key_heads * 2 * case.half * D * itemsize
     times = 3 if case.backward else 1  # backward: keys, values, and their gradients
     hops = times * (case.ranks - 1)
-    return [{"send as shift": Sent(hops, hops * 2 * k)}] * case.ranks
+    return {"send as shift": Sent(hops, hops * 2 * k)}
 
 
 def order(case: Case, rank: int, record) -> str | None:

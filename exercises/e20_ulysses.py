@@ -20,9 +20,7 @@ Read: context_parallel.py, collectives.py.
   (n-1) k. In production: DeepSpeed's `DistributedAttention`.
 """
 
-import torch
-
-from exercises.attention import full_attention
+from exercises.attention import full_attention, with_gradients
 from exercises.exercise import Case, Dice, Sent, draw
 
 D, EXTRA = 2, ["documents"]
@@ -54,33 +52,27 @@ def on_rank(rank, case: Case) -> dict:
     for tensor in qkv:
         tensor.requires_grad_()
     ulysses = rank.course.context_parallel.UlyssesAttention(rank.axis("cp"), inner)
-    out = ulysses(*qkv, *EXTRA)
-    if out.shape == d_out.shape and out.requires_grad:
-        out.backward(d_out)
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in qkv]
-    results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    results = with_gradients(ulysses(*qkv, *EXTRA), qkv, d_out)
     return results | {"what inner gets after q, k and v": held[0]}
 
 
 def expected(case: Case) -> list[dict]:
     *qkv, d_out = whole_tensors(case)
-    qkv = [tensor.requires_grad_() for tensor in qkv]
-    # All heads and positions at once.
-    out = full_attention(*qkv)  # on one rank
-    gradients = torch.autograd.grad(out, qkv, d_out)
-    results = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    # All heads and positions at once, on one rank.
+    out = full_attention(*(tensor.requires_grad_() for tensor in qkv))
+    results = with_gradients(out, qkv, d_out)
     parts = {name: x.chunk(case.ranks, 2) for name, x in results.items()}
     extra = {"what inner gets after q, k and v": EXTRA}
     return [extra | {name: part[r] for name, part in parts.items()} for r in range(case.ranks)]
 
 
-def traffic(case: Case) -> list[dict[str, Sent]]:
+def traffic(case: Case, rank: int) -> dict[str, Sent]:
     n = case.ranks
     key_heads = next(h for h in range(n, 100, n) if h % case.key_heads == 0)
     one_head = 8 * case.batch * case.length // n * D
     size = (n - 1) / n * (2 * case.query_heads + 2 * key_heads) * one_head
     # Forward, and as much in backward; keys and values may travel in one message.
-    return [{"all_to_all": Sent(None, 2 * size)}] * n
+    return {"all_to_all": Sent(None, 2 * size)}
 
 
 MISTAKES = """

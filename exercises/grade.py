@@ -155,8 +155,8 @@ def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, R
 
 
 def _design(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
-    found = measure(path, sandbox)
-    return found.marks / 3, {"message": f"{found.text}\n{found.marks} of 3 marks"}
+    marks, text, _ = measure(path, sandbox)
+    return marks / 3, {"message": f"{text}\n{marks} of 3 marks"}
 
 
 MEASURES = {"exercise": _exercise, "hunt": _hunt, "design": _design}

@@ -22,8 +22,10 @@ FOLDERS = ["picotron_min", "docs", "benchmarks"]  # no tests: they need all bodi
 PACKED = ["train.py", "config.json", "picotron_min", "difference", "exercises"]
 # A file of the handout -> the file that it is here. Without __init__.py an installed course would
 # be found before a class's tree.
-FOR_STUDENTS = {"exercises/__main__.py": "exercises/launch.py"}
-FOR_STUDENTS["exercises/__init__.py"] = "exercises/__init__.py"
+FOR_STUDENTS = {
+    "exercises/__init__.py": "exercises/__init__.py",
+    "exercises/__main__.py": "exercises/launch.py",
+}
 # Pages that end with a part for somebody else, "## For ...": it has what comes before (0), or that.
 PARTS = {"docs/course.md": 0, "docs/teaching.md": 1, "AGENTS.md": 1}
 # How train.py ends there.

@@ -19,7 +19,7 @@ from exercises.hunt_sheets import SHEETS
 STEPS = 20
 AXES = "dp", "pp", "cp", "tp"
 RUN = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, "micro_batches": 1, "optimizer": "sgd"}
-RUN |= {"lr": 0.5, "grad_clip": 0.0, "sequence_parallel": 0}
+RUN |= {"lr": 0.5, "grad_clip": 0.0}
 
 
 class Hunt(NamedTuple):
@@ -69,7 +69,6 @@ def parse_run(text: str) -> dict[str, Any]:
         if key not in run or not value:
             raise ValueError(f"{word!r} is not a setting: use some of {', '.join(RUN)}, as dp=2")
         run[key] = type(RUN[key])(value)
-    run["sequence_parallel"] = bool(run["sequence_parallel"])
     if (size := math.prod(run[axis] for axis in AXES)) > 4:
         raise ValueError(f"{text} needs {size} ranks: use at most 4")
     if run["tp"] > 2 or run["pp"] > 2:
@@ -81,8 +80,8 @@ def parse_run(text: str) -> dict[str, Any]:
     return run
 
 
-def measure(hunt: Hunt | None, text: str, steps: int = STEPS) -> Symptoms:
-    """Train a tiny model with a hunt's change, or with none."""
+def measure(hunt: Hunt, text: str, steps: int = STEPS) -> Symptoms:
+    """Train a tiny model with a hunt's change."""
     from exercises.loading import Course
     from exercises.ranks import run_case
     from exercises.simulated_dist import simulated
@@ -98,13 +97,12 @@ def measure(hunt: Hunt | None, text: str, steps: int = STEPS) -> Symptoms:
 
 
 @contextlib.contextmanager
-def _changed(hunt: Hunt | None) -> Iterator[None]:
+def _changed(hunt: Hunt) -> Iterator[None]:
     """Within, the course is imported anew, with a hunt's change."""
     from exercises.loading import fresh_modules, import_edited
 
     with fresh_modules():
-        if hunt:
-            import_edited(ROOT / hunt.file, hunt.old, hunt.new)
+        import_edited(ROOT / hunt.file, hunt.old, hunt.new)
         yield
 
 
@@ -112,7 +110,7 @@ def _train(rank, case: Case) -> dict[str, Any]:
     from exercises.tiny import tiny_run
 
     given = case.run
-    layout = {key: given[key] for key in (*AXES, "sequence_parallel")}
+    layout = {axis: given[axis] for axis in AXES}
     recipe = {"optimizer": given["optimizer"], "learning_rate": given["lr"]}
     recipe |= {"num_micro_batches": given["micro_batches"], "grad_clip": given["grad_clip"]}
     run = tiny_run(rank, rank.course.settings.Layout(**layout), **recipe)
@@ -159,8 +157,7 @@ def hunt(number: int, run: str | None, difference: str | None, answer: str | Non
 def first_wrong(hunt: Hunt, text: str) -> int:
     """What `python -m difference` says of a layout with a hunt's change; its exit code."""
     run = parse_run(text)
-    sizes = {f"{axis}_size": run[axis] for axis in AXES}
-    sizes |= {"sequence_parallel": run["sequence_parallel"], "use_cpu": True}
+    sizes = {f"{axis}_size": run[axis] for axis in AXES} | {"use_cpu": True}
     recipe = {"optimizer": run["optimizer"], "grad_clip": run["grad_clip"] or None}
     recipe["gradient_accumulation_steps"] = run["micro_batches"]
     with _changed(hunt):
@@ -184,7 +181,7 @@ def _take_answer(number: int, hunt: Hunt, answer: str) -> int:
     return 1
 
 
-def table(hunt: Hunt | None, runs: tuple[str, ...]) -> Iterator[str]:
+def table(hunt: Hunt, runs: tuple[str, ...]) -> Iterator[str]:
     """The measured symptoms, a line a run."""
     width, shown = max(map(len, runs)), (1, 2, STEPS)
     head = "  ".join(f"{f'loss {step}':>9}" for step in shown)

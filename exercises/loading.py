@@ -7,6 +7,8 @@ So classes that contain the target, tables that list it, and modules that import
 student's version, and a traceback has the lines of its file.
 """
 
+import __future__
+
 import ast
 import contextlib
 import importlib.util
@@ -14,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from symtable import Symbol, symtable
 from types import ModuleType
 from typing import Any
 
@@ -75,10 +76,18 @@ def _take_modules() -> dict[str, ModuleType]:
 
 def import_edited(file: Path, old: str, new: str) -> None:
     """Import a file with a text, which it has once, replaced."""
-    text = file.read_text()
-    assert text.count(old) == 1, f"{file} has {old!r} {text.count(old)} times, not once"
-    code = compile(text.replace(old, new), str(file), "exec")
+    code = compile(file.read_text().replace(old, new), str(file), "exec")
     _import(file, lambda module: exec(code, module.__dict__))
+
+
+class Names(dict):
+    """What a student's code sees: its own names, and behind them those of the course's module.
+
+    So a helper may have any name: the module never sees it.
+    """
+
+    def __missing__(self, name: str) -> Any:  # what the module defines further down
+        return vars(sys.modules[self["__name__"]])[name]
 
 
 def import_with(
@@ -88,55 +97,25 @@ def import_with(
     watch: Watch = lambda definition: definition,
 ) -> None:
     """Import the target's module with the definition in the student's tree."""
-    target, where = source.find(exercise), exercise.source_module
+    target = source.find(exercise)
     call = f"{target.node.name} = {FUNCTION}({target.node.name!r})"
     call += "\n#" * (target.node.end_lineno - target.first)  # so that lines keep their numbers
     text = target.replaced(target.path.read_text(), call)
-    *_, own = (n for n in tree.body if getattr(n, "name", "") == target.node.name)
-    own_names = {symbol.get_name() for symbol in _symbols(ast.unparse(tree), is_imported=False)}
-    for taken in sorted(own_names & {symbol.get_name() for symbol in _symbols(text)}):
-        if taken != own.name:
-            problem = f"{where} has its own {taken}: give the helper another name"
-            raise source.BadFile(problem)
+    # What a starter imports of the module itself, for editors, is not all there yet.
+    body = [n for n in tree.body if getattr(n, "module", "") != exercise.source_module]
+    # Annotations are not evaluated: they may use what is defined further down.
+    flag = __future__.annotations.compiler_flag
+    code = compile(ast.Module(body, type_ignores=[]), str(path), "exec", flag)
 
     def fill(module: ModuleType) -> None:
-        names, done = module.__dict__, set()
-
-        def run(nodes: list[ast.stmt], ignored: tuple = ()) -> None:
-            for node in (n for n in nodes if n not in done and n is not own):
-                with contextlib.suppress(*ignored):
-                    made = _made(node, path, names)
-                    is_import = isinstance(node, ast.Import | ast.ImportFrom)
-                    for key, value in made.items() if is_import else ():
-                        if names.setdefault(key, value) is not value:
-                            what = f"{key} is another thing in {where}: import it by another name"
-                            raise source.BadFile(what)
-                    names.update(made)
-                    done.add(node)
-
         def defined(name: str) -> Any:
-            # What the module defines further down is not there yet, nor what imports it: later.
-            run(tree.body[: tree.body.index(own)], ignored=(NameError, ImportError))
-            return watch(_made(own, path, names)[name])
+            exec(code, names := Names(module.__dict__))
+            return watch(names[name])
 
-        names[FUNCTION] = defined
-        exec(compile(text, module.__file__, "exec"), names)
-        run(tree.body)
+        module.__dict__[FUNCTION] = defined
+        exec(compile(text, module.__file__, "exec"), module.__dict__)
 
     _import(target.path, fill)
-
-
-def _symbols(text: str, is_imported: bool = True) -> Iterator[Symbol]:
-    """Names that a file defines at its top level, or imports."""
-    for symbol in symtable(text, "", "exec").get_symbols():
-        if symbol.is_assigned() or (is_imported and symbol.is_imported()):
-            yield symbol
-
-
-def _made(node: ast.stmt, path: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """What a statement of the student's defines, which sees the names."""
-    exec(compile(ast.Module([node], type_ignores=[]), str(path), "exec"), names, found := {})
-    return found
 
 
 def _import(file: Path, fill: Callable[[ModuleType], None]) -> None:

@@ -45,14 +45,9 @@ class CaseResult:
         mine, theirs = self.failure, other.failure
         if mine and theirs:
             return mine[:2] == theirs[:2] and (not in_line or mine.line == theirs.line)
-        is_alike = not mine and not theirs and self._seen == other._seen
+        is_alike = not mine and not theirs and self._seen() == other._seen()
         return is_alike and equal(self.values, other.values)
 
-    @property
-    def all_calls(self) -> list[Call]:
-        return [call for calls in self.calls.values() for call in calls]
-
-    @property
     def _seen(self) -> tuple[dict, list]:
         """What gates other than V have seen."""
         problems = {gate: problem for gate, problem in self.problems.items() if gate != "V"}
@@ -68,19 +63,14 @@ def outcome_of(
     path: Path,
     seed: int = 0,
     places: list[int] | None = None,
-    is_watched: bool = True,
 ) -> Outcome:
-    """Run all cases, or those at some places, with the definition in a student's text.
-
-    `is_watched`: its calls are noted.
-    """
+    """Run all cases, or those at some places, with the definition in a student's text."""
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
-    watch = calls.watch if is_watched else lambda definition: definition
     cases = cases if places is None else [cases[i] for i in places]
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:
-            with course_with(exercise, text, path, watch) as course:
+            with course_with(exercise, text, path, calls.watch) as course:
                 for case in cases:
                     results.append(_result_of(exercise, case, course, path))
                     results[-1].calls = calls.take()
@@ -107,10 +97,12 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
         return result
     result.expected = exercise.expected(case)
     problems = {"V": first_difference(result.values, result.expected)}
-    if exercise.traffic:
-        problems["B"] = traffic_problem(exercise.traffic(case), result.records)
-    in_order = partial(order_problem, exercise.ORDER) if exercise.ORDER else None
-    for gate, problem_of in (("M", exercise.memory), ("O", exercise.order or in_order)):
+    checks = {
+        "B": exercise.traffic and partial(traffic_problem, exercise.traffic),
+        "M": exercise.memory,
+        "O": exercise.order or (exercise.ORDER and partial(order_problem, exercise.ORDER)),
+    }
+    for gate, problem_of in checks.items():
         if problem_of:
             found = (problem_of(case, rank, record) for rank, record in enumerate(result.records))
             problems[gate] = next(filter(None, found), "")
@@ -138,10 +130,7 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         return Failure("unusable_file", str(error), f"Your file cannot be used: {error}.")
     frames = traceback.extract_tb(error.__traceback__)
     mine = _lines_of(path, error)
-    course, ours = (
-        [frame for frame in frames if frame.filename.startswith(str(folder))]
-        for folder in (ROOT / "picotron_min", ROOT)
-    )
+    course = [frame for frame in frames if frame.filename.startswith(f"{ROOT}/picotron_min")]
     what = "".join(traceback.format_exception_only(error)).strip()
     rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
 
@@ -149,7 +138,7 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         return f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
 
     # Else what the function returned, or did not do, was noticed later.
-    later = f"noticed later, in {shown((course or ours or frames)[-1])}"
+    later = f"noticed later, in {shown((course or frames)[-1])}"
     lines = [*map(shown, mine)] or [later]
     text = "\n    ".join([f"Your version fails{rank}: {what}", *lines])
     return Failure("exception", what, text, mine[-1].line.partition("  #")[0] if mine else "")

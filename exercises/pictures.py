@@ -8,9 +8,7 @@ from exercises.compare import shown
 from exercises.exercise import WIDTH, Case
 from exercises.ranks import Record
 
-SHORT = {"all_reduce": "sum", "reduce_scatter": "scatter", "all_gather": "gather", "send": "s"}
-SHORT |= {"all_to_all": "swap", "receive": "r"}
-ABOUT = "(s0: a send begins; s0): it is awaited; r: a receive; sum, gather, ...: collectives"
+ABOUT = "(send0: the first send begins; send0): it is awaited; other words: marks of the exercise"
 MOST_LINES = 16
 
 
@@ -40,15 +38,14 @@ def timeline(record: Record) -> str:
     """What a rank did, in its order; what it awaits at once has both brackets."""
     words, labels, counts = [], {}, Counter()
     for event in record.events:
-        what = SHORT.get(event.what, event.what)
         if event.kind == "start":
-            labels[event.number] = f"{what}{counts[what]}"
-            counts[what] += 1
+            labels[event.number] = f"{event.what}{counts[event.what]}"
+            counts[event.what] += 1
             words.append(f"({labels[event.number]}")
         elif event.kind == "wait" and words[-1] == f"({labels[event.number]}":
             words[-1] += ")"
         elif event.kind != "batch":
-            words.append(f"{labels[event.number]})" if event.kind == "wait" else what)
+            words.append(f"{labels[event.number]})" if event.kind == "wait" else event.what)
     return " ".join(words)
 
 

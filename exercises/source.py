@@ -16,11 +16,14 @@ from exercises.exercise import FOLDER, GATES, ROOT, Exercise
 COURSE = ROOT / "picotron_min"
 NOT_WRITTEN = "raise NotImplementedError"
 # Names that an exercise never needs. They are refused to catch accidents, not attackers.
-REFUSED_MODULES = {"os", "sys", "subprocess", "socket", "shutil", "pathlib", "signal", "ctypes"}
-REFUSED_MODULES |= {"importlib", "builtins", "multiprocessing", "threading", "pickle", "requests"}
-REFUSED_MODULES |= {"exercises", "inspect", "gc", "io", "tempfile", "urllib", "http", "asyncio"}
-REFUSED_NAMES = {"open", "exec", "eval", "compile", "__import__", "globals", "locals", "vars"}
-REFUSED_NAMES |= {"input", "breakpoint", "exit", "quit", "__builtins__", "__loader__"}
+REFUSED_MODULES = (  # separated by blanks, as the names
+    "os sys subprocess socket shutil pathlib signal ctypes importlib builtins multiprocessing "
+    "threading pickle requests exercises inspect gc io tempfile urllib http asyncio"
+)
+REFUSED_NAMES = (
+    "open exec eval compile __import__ globals locals vars input breakpoint exit quit "
+    "__builtins__ __loader__"
+)
 
 
 class BadFile(ValueError):
@@ -58,22 +61,16 @@ def find(exercise: Exercise) -> Target:
 def target_in(source: str, qualified_name: str, path: Path) -> Target:
     tree = ast.parse(source, str(path))
     node = lookup(tree, qualified_name)
-    lines = source.splitlines()[(first := first_line(node)) - 1 : node.end_lineno]
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    lines = source.splitlines()[first - 1 : node.end_lineno]
     return Target(path, tree, node, first, textwrap.dedent("\n".join(lines)) + "\n")
-
-
-def first_line(node: Definition) -> int:
-    return min([node.lineno, *(d.lineno for d in node.decorator_list)])
 
 
 def lookup(tree: ast.Module, qualified_name: str) -> Definition:
     """The one definition with this name; ValueError if there is not exactly one."""
     node = tree
     for part in qualified_name.split("."):
-        found = [n for n in node.body if isinstance(n, Definition) and n.name == part]
-        if len(found) != 1:
-            raise ValueError(f"{qualified_name} is there {len(found)} times, not once")
-        node = found[0]
+        (node,) = (n for n in node.body if isinstance(n, Definition) and n.name == part)
     return node
 
 
@@ -106,8 +103,8 @@ def reading(exercise: Exercise) -> str:
 def emptied(target: Target) -> str:
     node, lines = ast.parse(target.text).body[0], target.text.splitlines()
     # A function within a function goes with the body of the outer one.
-    members = [n for n in getattr(node, "body", ()) if isinstance(n, ast.FunctionDef)]
-    functions = [node] if isinstance(node, ast.FunctionDef) else members
+    outer = [node] if isinstance(node, ast.FunctionDef) else node.body
+    functions = [n for n in outer if isinstance(n, ast.FunctionDef)]
     for function in reversed(functions):  # so that the line numbers of those before stay right
         first = function.body[0]
         last = first.end_lineno if ast.get_docstring(function) else first.lineno - 1
@@ -145,7 +142,7 @@ def parse(exercise: Exercise, text: str) -> ast.Module:
 def parse_checked(text: str) -> ast.Module:
     """Python without refused names as a tree; BadFile for all else."""
     try:
-        tree = ast.parse(text)
+        compile(tree := ast.parse(text), "", "exec")  # which finds a `return` outside a function
     except (SyntaxError, ValueError) as error:  # a null byte
         line = getattr(error, "lineno", None) or 1
         raise BadFile(f"line {line} is not Python: {getattr(error, 'msg', error)}") from None
@@ -158,12 +155,7 @@ def parse_checked(text: str) -> ast.Module:
 
 def _refused(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
-        return node.id if node.id in REFUSED_NAMES else ""
-    modules = []
-    if isinstance(node, ast.Import):
-        modules = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        modules = [node.module or "."]
-    elif isinstance(node, ast.Attribute):  # torch.os
-        modules = [node.attr]
-    return next((m for m in modules if m.partition(".")[0] in REFUSED_MODULES), "")
+        return node.id if node.id in REFUSED_NAMES.split() else ""
+    # Of `import os`, `from os import path` and `torch.os`.
+    modules = (getattr(node, key, None) or "" for key in ("name", "module", "attr"))
+    return next((m for m in modules if m.partition(".")[0] in REFUSED_MODULES.split()), "")

@@ -8,8 +8,7 @@ from exercises.compare import SumOf, first_difference, patterns
 # What is there, what should be, and what is said: of lists, dicts and tensors.
 DIFFERENCES = """
 [1, 2] -> [1, 2, 3] -> is [1, 2], should be [1, 2, 3]
-[1] * 9 -> [1] * 8 -> is 9 long, should be 8 long
-[1, 5] -> [1, 2] -> is [1, 5], should be [1, 2]
+[1, 5] -> [1, 2] -> [1] is 5, should be 2
 {"a": 1} -> {"b": 1} -> is [a], should be [b]
 2.5 -> 2.25 -> is 2.5, should be 2.25
 1 + 1e-9 -> 1.0 -> is 1.000000001, should be 1

@@ -12,19 +12,18 @@ from exercises import __main__ as commands
 from exercises import grade
 from exercises.exercise import Verdict
 from exercises.grade import Task, parse_task, row_of, share_of, tasks_of
-from exercises.gradescope import autograder
 from exercises.hunts import SHEET
+
+ANSWERED = SHEET.format(number=2).replace("FILE.py:FUNCTION", "optimizer.py:measure_gradient")
 
 
 def test_a_class_gets_a_table_and_a_student_results_for_gradescope(tmp_path, monkeypatch, capsys):
     for name in ("alice", "carol", "_old"):
         (folder := tmp_path / "class" / name).mkdir(parents=True)
         (folder / "04_shift.py").touch()
-    sheet = SHEET.format(number=2).replace("FILE.py:FUNCTION", "optimizer.py:measure_gradient")
-    (tmp_path / "class/carol/hunt_2.py").write_text(sheet)
+    (tmp_path / "class/carol/hunt_2.py").write_text(ANSWERED)
     verdict = Verdict(False, {"V": "", "B": "wrong", "O": ""}, "a_name", "a sentence")
-    monkeypatch.setattr(grade.Sandbox, "__init__", lambda *_: None)
-    monkeypatch.setattr(grade.Sandbox, "check", lambda *_: verdict)
+    monkeypatch.setattr(grade, "Sandbox", lambda *_: SimpleNamespace(check=lambda *_: verdict))
     words = ["--exercises", "4=20", "hunt2", "--jobs", "1"]
     table = ["--csv", str(tmp_path / "marks.csv")]
     assert commands.main(["grade", str(tmp_path / "class"), *table, *words]) == 0
@@ -32,66 +31,64 @@ def test_a_class_gets_a_table_and_a_student_results_for_gradescope(tmp_path, mon
         rows = {(row["student"], row["exercise"]): row for row in csv.DictReader(stream)}
     assert len(rows) == 4 and rows["alice", "04"]["points"] == "15.0"
     assert "a sentence\nV value: passed\nB bytes: wrong" in rows["alice", "04"]["message"]
-    assert rows["alice", "hunt 2"]["mistake"] == "missing"
-    assert "no file hunt_2.py: there is 04_shift.py" in rows["alice", "hunt 2"]["message"]
     out = capsys.readouterr().out
     assert "alice: 0 of 2, 15 of 30 points\n    missing: hunt 2\n" in out and "Not isolated" in out
-    results = tmp_path / "results.json"
-    assert commands.main(["grade", f"{tmp_path}/class/carol", "--json", str(results), *words]) == 0
-    shift, hunt = json.loads(results.read_text())["tests"]
+    table = ["--json", str(tmp_path / "results.json")]
+    assert commands.main(["grade", str(tmp_path / "class/carol"), *table, *words]) == 0
+    shift, hunt = json.loads((tmp_path / "results.json").read_text())["tests"]
     assert (shift["score"], shift["max_score"], shift["status"]) == (15, 20, "failed")
     assert (hunt["score"], hunt["status"], hunt["name"]) == (10, "passed", "hunt 2")
 
 
+REFUSED = """
+class | has no folders: name one
+class/none | is no folder: name one
+. --csv class/none/a.csv | No such file
+. --exercises x | is no task
+. --exercises hunt5 | use one of 1, 2, 3, 4, 6, 7
+. --exercises 99 | no exercise 99
+"""
+
+
 @pytest.mark.quick
-def test_what_cannot_be_graded_is_refused_before_the_first_check(tmp_path, capsys):
-    (folder := tmp_path / "class").mkdir()
-    for words, problem in (
-        ([str(folder)], "has no folders: name one"),
-        ([f"{folder}/none"], "is no folder: name one"),
-        ([str(tmp_path), "--csv", f"{folder}/none/a.csv"], "No such file"),
-        ([str(tmp_path), "--exercises", "x"], "is no task"),
-        ([str(tmp_path), "--exercises", "hunt5"], "use one of 1, 2, 3, 4, 6, 7"),
-        ([str(tmp_path), "--exercises", "99"], "no exercise 99"),
-    ):
-        assert commands.main(["grade", *words]) == 2
+def test_what_cannot_be_graded_is_refused_before_the_first_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "class").mkdir()
+    for line in REFUSED.strip().splitlines():
+        words, problem = line.split(" | ")
+        assert commands.main(["grade", *words.split()]) == 2
         assert problem in capsys.readouterr().err
 
 
 def test_a_record_trusts_no_text_and_reads_only_plain_files(tmp_path):
     gates = {"V": "wrong", "B": "", "O": "not checked"}
     verdict = Verdict(False, gates, "=1,\n" + "x" * 50, "text", seconds=1.5)
-    checks = SimpleNamespace(check=lambda *args: verdict)
+
+    def row(*task) -> dict:
+        return row_of(SimpleNamespace(check=lambda *_: verdict), tmp_path, Task(*task), 0)
+
     (tmp_path / "04_shift.py").touch()
-    row = row_of(checks, tmp_path, Task("exercise", 4), 0)
-    assert row["mistake"] == "1" + "x" * 39 and row["seconds"] == 1.5
-    assert (row["V"], row["B"], row["O"], row["passed"]) == ("0", "1", "", 0)
+    found = row("exercise", 4)
+    assert found["mistake"] == "1" + "x" * 39 and found["seconds"] == 1.5
+    assert [found[key] for key in ("V", "B", "O", "passed")] == ["0", "1", "", 0]
     (tmp_path / "05_ring.py").symlink_to(tmp_path / "04_shift.py")  # perhaps another student's
     os.mkfifo(tmp_path / "06_buffer.py")
     for number in (5, 6):
-        row = row_of(checks, tmp_path, Task("exercise", number), 0)
-        assert row["mistake"] == "missing" and "04_shift.py" in row["message"]
+        found = row("exercise", number)
+        assert found["mistake"] == "missing" and "there is 04_shift.py" in found["message"]
     for answer, mistake in (
         (SHEET.format(number=2), "not_answered"),
-        ('ANSWER = "optimizer.py:clip"\nREASON = ""', "right_file_alone"),
+        (ANSWERED.replace("measure_gradient", "clip"), "right_file_alone"),
         ("ANSWER = print()", "no_answer"),
     ):
         (tmp_path / "hunt_2.py").write_text(answer)
-        assert row_of(checks, tmp_path, Task("hunt", 2), 0)["mistake"] == mistake
+        assert row("hunt", 2)["mistake"] == mistake
 
 
-@pytest.mark.parametrize(
-    ("passed", "marks", "share"),
-    [
-        (True, {"V": "1", "B": "1"}, 1),
-        (False, {"V": "1", "B": "0", "O": "1"}, 0.75),
-        (False, {"V": "1", "B": "0", "O": "0"}, 0.5),
-        (False, {"V": "0", "B": "1", "O": "1"}, 0),
-        (False, {}, 0),
-    ],
-)
-def test_gate_v_is_half_and_the_others_share_the_rest(passed, marks, share):
-    assert share_of(passed, marks) == share
+@pytest.mark.parametrize(("marks", "share"), [("110", 0.75), ("10", 0.5), ("011", 0), ("", 0)])
+def test_gate_v_is_half_and_the_others_share_the_rest(marks, share):
+    assert share_of(False, dict(zip("VBO", marks, strict=False))) == share
+    assert share_of(True, {"V": "1"}) == 1
 
 
 def test_without_words_all_exercises_count_and_what_was_handed_in_of_others(tmp_path):
@@ -103,7 +100,8 @@ def test_without_words_all_exercises_count_and_what_was_handed_in_of_others(tmp_
 
 
 def test_the_zip_has_the_scripts_and_the_course(tmp_path):
-    autograder(tmp_path / "a.zip", 7, ["4=20", "hunt4"])
+    words = ["--seed", "7", "--exercises", "4=20", "hunt4"]
+    assert commands.main(["autograder", f"{tmp_path}/a.zip", *words]) == 0
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         names, run = archive.namelist(), archive.read("run_autograder").decode()
         assert archive.getinfo("run_autograder").external_attr >> 16 == 0o755
