@@ -1,6 +1,5 @@
 """The report of a run: its page against the records, and what it reads of damaged folders."""
 
-import errno
 import json
 import math
 import re
@@ -8,7 +7,6 @@ import sys
 from datetime import timedelta
 from html import unescape
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -75,32 +73,28 @@ CURVES = ["loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "mfu
 
 def test_a_page_has_all_pictures_in_its_own_colours_and_needs_no_network(page):
     assert pictures(page) == [*CURVES, "The pipeline in time"]
-    widths = [float(width) for width in re.findall(r"--width: ([\d.]+)px", page)]
-    assert len(widths) == 7 and max(widths) <= 500 - 32, "beside the margins of a narrow window"
+    widths = re.findall(r"--width: ([\d.]+)px", page)
+    assert max(map(float, widths)) <= 500 - 32, "beside the margins of a narrow window"
     assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)", page)
-    assert "default-src 'none'" in page
     own = re.findall(r'\bid="([^"]*)"', page)
     used = set(re.findall(r'(?:href="|url\()#([^")]*)', page))
-    assert len(own) == len(set(own)) and used and used <= set(own)
+    assert len(own) == len(set(own)) and used and used <= set(own), "of several pictures"
     drawn = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     assert not re.search("#[0-9a-fA-F]{6}", drawn), "it would not change in the dark theme"
-    variables = set(re.findall(r"var\((--[\w-]+)\)", page))
-    assert variables <= set(re.findall(r"(--[\w-]+):", page))
 
 
 def test_numbers_in_tables_are_those_of_the_records(folder, page):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = {str(r["step"]): r for r in records if "loss" in r}
-    losses = {str(r["step"]): r["val_loss"] for r in records if "val_loss" in r}
+    steps = {str(r["step"]): r | {"val_loss": ""} for r in records if "loss" in r}
+    for record in (r for r in records if "val_loss" in r):
+        steps[str(record["step"])]["val_loss"] = record["val_loss"]
     rows = table(page, "step", "grad_norm")
     assert {"1", "20"} <= rows.keys() and len(rows) == 12
     for step, row in rows.items():
-        record = steps[step] | {"step": step, "val_loss": losses.get(step, "")}
-        assert row == {name: record[name] for name in row}
+        assert row == {name: steps[step][name] for name in row} | {"step": step}
     sent = table(page, "axis", "among ranks")
     assert {axis: row["measured bytes"] for axis, row in sent.items()} == steps["20"]["comm_bytes"]
     assert all(row["planned bytes"] == row["measured bytes"] for row in sent.values())
-    assert sent["dp_cp"]["among ranks"] == "0, 2"
     row = table(page, "collective", "least of any rank")["dp_cp"]  # the last: a reduction
     assert row["planned bytes"] == row["bytes"] and row["calls"] > 0
 
@@ -111,17 +105,15 @@ def test_the_header_has_settings_cost_and_both_definitions_of_mfu(folder, page):
     assert of_page["started"] == "2026-11-22 06:30 UTC" and of_page["steps"] == "20, from 1 to 20"
     assert of_page["took"] == "10s in steps, 1s in saves" and of_page["tokens"] == f"{tokens:,.0f}"
     model, rows = read_run(folder).model, table(page, "mean", "FLOPs a token")
-    flops = model_flops_per_token(model, 256)
-    common = common_flops_per_token(model, 256)
-    assert [*rows["mfu"].values()][1:] == [pytest.approx(0.3105), flops]
-    assert [*rows["mfu_common"].values()][1:] == [pytest.approx(0.4105), common]
-    assert of_page["FLOPs"].startswith(f"{tokens * flops:.3g}")
+    flops = {"mfu": model_flops_per_token(model, 256)}
+    flops["mfu_common"] = common_flops_per_token(model, 256)
+    assert {name: row["FLOPs a token"] for name, row in rows.items()} == flops
+    assert rows["mfu"]["mean"] == pytest.approx(0.3105)
 
 
 def test_memory_is_the_plan_beside_the_fullest_rank_of_each_stage(page):
     rows = table(page, "pipeline rank", "activations", "planned", "measured").values()
     assert [row["measured"] for row in rows] == pytest.approx([330.0, 370.0])  # MB
-    assert [row["layers"] for row in rows] == ["0 to 1", "2 to 3"]
     assert [row["ranks"] for row in rows] == ["0 to 3", "4 to 7"]
     for row in rows:
         names = ("weights", "gradients", "optimizer state", "activations", "loss")
@@ -154,14 +146,11 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path, capsys):
         for damage in DAMAGED:
             line = damage if isinstance(damage, str) else json.dumps({**whole, "step": 21} | damage)
             file.write(f"{line}\n")
-    with (tmp_path / "run.jsonl").open("a") as file:
-        file.write('{"start": {"at": "cut o')
     write_records(tmp_path, config, [22])
     assert [record.step for record in read_run(tmp_path).steps] == [*range(1, 21), 22]
     page = report(tmp_path)
     for seen in (page, capsys.readouterr().err):
         assert f"metrics.jsonl has {len(DAMAGED)} damaged lines: left out" in seen
-        assert "run.jsonl has 1 damaged line: left out" in seen
     # And without a trace the pipeline's plan is drawn alone.
     assert pictures(page)[-1] == "The pipeline in time" and "Set logging.trace_file" in page
 
@@ -188,24 +177,17 @@ def test_of_repeated_steps_the_later_ones_count(tmp_path):
     # Steps 14 and 15 and the validation of step 15 are of weights that were given up, too.
     assert [record.step for record in run.steps] == [*range(1, 14)]
     assert [record.loss for record in run.steps[10:]] == [7.0] * 3
-    assert [record.step for record in run.evaluations] == [5, 10]
-    assert len(run.all_steps) == 18 and not run.notes
+    assert [record.step for record in run.evaluations] == [5, 10] and not run.notes
     # The layout before may have been another.
     assert run.ranks is None and measured_peaks(run, 4) == [200e6, None]
     of_page = facts(report(tmp_path))
     assert of_page["steps"].startswith("13, from 1 to 13; 5 steps more")
     assert of_page["took"].startswith("9s in steps, 1s in saves")
     assert of_page["resumed"] == "after step 10"
-    tokens = [sum(0.5 * (1000 + step) for step in steps) for steps in (range(1, 16), range(11, 14))]
-    repeated = 0.5 * sum(1000 + step for step in range(11, 16))
-    assert of_page["tokens"] == f"{sum(tokens):,.0f}, {repeated:,.0f} of them in repeated steps"
-
-
-def test_another_run_in_the_same_file_replaces_the_first(tmp_path):
-    config = write_run(tmp_path, range(1, 16))
-    write_records(tmp_path, config, range(1, 4), loss=7.0)
+    assert of_page["tokens"] == "9,078, 2,532 of them in repeated steps"  # 500.5, 501, ... a step
+    write_records(tmp_path, config, range(1, 4), loss=6.0)  # another run replaces the first
     run = read_run(tmp_path)
-    assert [record.loss for record in run.steps] == [7.0] * 3 == [r.loss for r in run.all_steps]
+    assert [record.loss for record in run.steps] == [6.0] * 3 == [r.loss for r in run.all_steps]
     assert run.evaluations == run.saves == []
 
 
@@ -219,8 +201,7 @@ def test_a_step_that_was_not_finite_is_drawn_with_what_else_it_has(tmp_path):
     (row,) = table(page, "step", "grad_norm").values()
     assert row["loss"] == row["mfu"] == row["grad_norm"] == "n/a" and row["joules"] == 51.2
     assert facts(page)["energy"].startswith(f"0.05 kJ, {51.2 / (0.5 * 1001):.3g} J a token")
-    assert "only metrics.jsonl is shown" in page
-    assert "What ranks send" not in page and "The pipeline" not in page
+    assert "only metrics.jsonl is shown" in page and "What ranks send" not in page
     write_records(tmp_path, config, [2])
     assert read_run(tmp_path).joules is None, "not of a part of the steps"
 
@@ -234,10 +215,6 @@ def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
     assert not (tmp_path / "report.html").exists()
 
 
-def fail(text: str) -> None:
-    raise OSError(errno.ENOSPC, "No space left")
-
-
 def test_a_report_that_cannot_be_written_says_why(folder, capsys, monkeypatch):
     refused = refusal(capsys, folder, "--out", folder / "metrics.jsonl")
     assert "exists and is not a report" in refused and len(read_run(folder).steps) == 20
@@ -245,8 +222,6 @@ def test_a_report_that_cannot_be_written_says_why(folder, capsys, monkeypatch):
         patched.setattr("picotron_min.report.one_run.report", lambda run: "<!DOCTYPE html>")
         for out, why in (("missing/page.html", "No such file"), ("/dev/full", "No space left")):
             assert f"{out} cannot be written: {why}" in refusal(capsys, folder, "--out", out)
-        patched.setattr(sys, "stdout", SimpleNamespace(write=fail))
-        assert "standard output cannot be written: No space" in refusal(capsys, folder)
     monkeypatch.setitem(sys.modules, "picotron_min.report.one_run", None)
     assert 'pip install -e ".[report]"' in refusal(capsys, folder)
 
@@ -259,24 +234,20 @@ def test_several_folders_are_compared_in_a_table_and_a_plot(folder, tmp_path):
     rows = table(page, "run", "folder").values()
     for row, name, accumulated in zip(rows, (tmp_path, folder), (8, 4), strict=True):
         run, tokens = read_run(name), 20 * 2 * 8 * accumulated * 256
-        assert row["folder"] == str(name)
-        results = [row[key] for key in ("steps", "tokens", "seconds", "loss", "val_loss")]
+        results = [row[key] for key in ("folder", "tokens", "seconds", "loss", "val_loss")]
         last = run.evaluations[-1].val_loss
-        assert results == [20, tokens, run.seconds, run.steps[-1].loss, last]
+        assert results == [str(name), tokens, run.seconds, run.steps[-1].loss, last]
         assert row["training.gradient_accumulation_steps"] == str(accumulated)
         assert {"training.seed", "joules", "checkpoint.save_dir"}.isdisjoint(row)
-    note = "The runs differ in training.eval_batches: their val_loss does not compare"
-    assert note in page
+    assert "differ in training.eval_batches: their val_loss does not compare" in page
     write_run(tmp_path, training={"gradient_accumulation_steps": 4, "seed": 7})
     assert "does not compare" not in report(tmp_path, folder)
 
 
 @pytest.mark.quick
 def test_numbers_are_shown_with_five_digits():
-    numbers = None, "text", 1234567, 12345.67, 2.0, 0.000123456, 1.2345678
-    assert [*map(shown, numbers)] == [
-        *("n/a", "text", "1,234,567", "12,346", "2", "0.00012346", "1.2346"),
-    ]
+    numbers = None, 1234567, 12345.67, 2.0, 0.000123456, 1.2345678
+    assert " ".join(map(shown, numbers)) == "n/a 1,234,567 12,346 2 0.00012346 1.2346"
 
 
 @pytest.mark.quick
