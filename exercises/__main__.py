@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return given.pop("function")(**given) or 0
     except (ValueError, OSError, ModuleNotFoundError) as error:
+        # Only torch and what the course needs can be missing.
         is_missing = isinstance(error, ModuleNotFoundError)
         remedy = f": run  pip install -e .  in {FOLDER.parent}" if is_missing else ""
         print(f"{error}{remedy}", file=sys.stderr)

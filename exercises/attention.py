@@ -8,6 +8,7 @@ from torch import Tensor
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q [B, Q, S, D] to k and v [B, K, S, D] -> [B, Q, S, D]"""
+    # Query heads that use the same key head lie side by side.
     each, heads = q.shape[1] // k.shape[1], []
     for h in range(q.shape[1]):
         scores = q[:, h] @ k[:, h // each].mT / q.shape[-1] ** 0.5
@@ -18,5 +19,6 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def with_gradients(out: Tensor, qkv: Sequence[Tensor], d_out: Tensor) -> dict[str, Tensor]:
+    # Of what a wrong result does not depend on the gradient is None: no error.
     gradients = torch.autograd.grad(out, qkv, d_out, allow_unused=True)
     return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))

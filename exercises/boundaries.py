@@ -16,6 +16,7 @@ from exercises.memory import storage_bytes
 from exercises.ranks import Rank, Record
 
 SEQUENCE = "SequenceBoundary"
+# In the second call it shows what the first one has left in the boundary.
 CALLS = 2
 
 

@@ -34,6 +34,7 @@ def verdict_on(exercise: Exercise, outcome: Outcome, seed: int = 0) -> Verdict:
             gates = dict.fromkeys(gates, "not checked")
         gates |= {gate: f"{result.case}: {text}" for gate, text in result.problems.items()}
     changed = _changed(exercise, outcome, seed)
+    # Results are right here, and what the caller does next with the argument is not.
     if not failed and changed:
         return Verdict(False, gates | {"V": changed}, "argument_changed", f"With {changed}.")
     if not failed:
@@ -42,6 +43,7 @@ def verdict_on(exercise: Exercise, outcome: Outcome, seed: int = 0) -> Verdict:
     crash = next((result for result in failed if result.failure), None)
     if crash and crash.failure.kind in ("not_written", "unusable_file"):
         return Verdict(False, gates, crash.failure.kind, crash.failure.text)
+    # A known mistake is named below the error that it raises.
     text = f"With {crash.case}:\n{crash.failure.text}" if crash else ""
     known = _known(exercise, outcome, failed, seed)
     name, sentence = known or _unlisted(exercise, outcome, failed, crash, seed)

@@ -25,6 +25,7 @@ class SumOf(Tensor):
 
     def has_part(self, sum_of_some: Tensor) -> bool:
         """Whether it is the sum of some of these, but not of all."""
+        # At most 2^8 sums: it is asked of every wrong result.
         sizes = range(1, len(self.parts)) if len(self.parts) <= 8 else ()
         some = (one for n in sizes for one in combinations(self.parts, n))
         return any(equal(sum_of_some, torch.stack(parts).sum(0)) for parts in some)
@@ -106,12 +107,14 @@ def _tensor_differences(got: Any, expected: Tensor, at: tuple) -> Iterator[tuple
 
 
 def _is_off(got: Tensor, expected: Tensor) -> Tensor:
+    # A result may have another dtype: only its numbers are compared.
     a, b = got.detach().to(torch.float64), expected.detach().to(torch.float64)
     return ~torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
 def shown(*values: Any) -> list[str]:
     """Values as texts, their numbers with as many digits as are needed to see where they differ."""
+    # 17 digits tell any two numbers of float64 apart.
     for digits in (6, 9, 12, 17):
         texts = [_text(value, digits) for value in values]
         if len(set(texts)) == len(texts):
@@ -137,6 +140,7 @@ Runs = list[tuple[dict[str, float], list[dict], list[dict]]]  # factors, results
 def common_pattern(runs: Runs) -> str:
     """What is wrong in the same way in all runs; several factors can be as large."""
     found, *more = [dict(patterns(*run)) for run in runs] or [{}]
+    # What is missing in one case was chance in the others.
     common = [kind for kind in found if all(kind in others for others in more)]
     if not common:
         return ""
@@ -162,6 +166,7 @@ def patterns(
 
 def _of_neighbours(wrong: list[Wrong], expected: list[dict]) -> Iterator[tuple[str, str]]:
     for how, step in (("next", 1), ("previous", -1)):
+        # With two ranks the next one is the previous one, and "next" is said.
         others = [expected[(one.rank + step) % len(expected)].get(one.name) for one in wrong]
         if all(equal(one.got, other) for one, other in zip(wrong, others, strict=True)):
             yield how, f"Each rank has what the {how} one should have."

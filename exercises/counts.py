@@ -26,6 +26,7 @@ def _count_problem(found: dict[str, Sent], right: dict[str, Sent]) -> str:
     texts = [], []
     for what in {**right, **found}:
         got, expected = found.get(what, NONE), right.get(what, NONE)
+        # Bytes are fractions of tensors, such as 2 (n-1)/n: rounded.
         is_right = expected.calls in (None, got.calls) and abs(got.bytes - expected.bytes) <= 1e-6
         if is_right or not (got.bytes or expected.bytes):  # what a rank does alone sends nothing
             continue

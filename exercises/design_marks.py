@@ -25,6 +25,7 @@ def measure_schedule(schedule: Callable[..., list[str]], chunks: int) -> Marks:
     except ValueError as error:
         return 0, str(error), ""
     bubble = timeline.bubble(0)
+    # A chunk has 1/chunks of a rank's layers, and of their activations.
     alive = max(map(peak_live, plans)) / chunks
     lines = [f"bubble {bubble:.1%}, at most {alive:g} micro-batches alive on a rank"]
     marks = sum(bubble <= limit + 5e-4 for limit in BUBBLES) if alive <= MOST_ALIVE else 0

@@ -59,6 +59,7 @@ def on_rank(rank, case: Case) -> dict:
     for name, row in table.items():
         if row.cuts:  # the optimizer has less
             table[name] = row._replace(further=(placement.Cut("dp", 0),))
+    # Zeros: what is not filled is seen.
     parameters = {}
     for name in names_of(case):
         mine = part_of(name, torch.empty(shapes[name]), case, axes.tp.rank, axes.dp.rank)

@@ -62,6 +62,7 @@ def on_rank(rank, case: Case) -> dict:
         for name in arrivals(rank.number):
             if micro_batch == MICRO_BATCHES - 1:
                 rank.mark("last gradient" if name == arrivals(rank.number)[-1] else "gradient")
+            # In place: the gradient is a view of its bucket.
             parameters[name].grad += gradient(case, rank.number, micro_batch, name)
             buckets.arrived(name)
     rank.mark("backward ends")

@@ -122,6 +122,7 @@ def order(case: Case, rank: int, record) -> str | None:
         if event.kind == "mark":
             begun, now = set(), event.what
         elif event.kind == "start":
+            # It may be awaited from the next call on.
             begun.add(event.number)
         elif event.number in begun:
             return f"rank {rank} waits for a reduction in the call that begins it"

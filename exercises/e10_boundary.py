@@ -28,6 +28,7 @@ from exercises.exercise import Case, Dice
 
 def cases(dice: Dice) -> list[Case]:
     sizes = {"batch": 2, "hidden": dice.randint(3, 6), "inner": 4}
+    # The last kind inherits the methods that are written here.
     some = (2, 3, "Boundary"), (3, 2, "Boundary"), (2, 4, SEQUENCE)
     return [Case(n, length=S, kind=kind, **sizes) for n, S, kind in some]
 

@@ -25,6 +25,7 @@ from exercises.exercise import Case, Dice
 def cases(dice: Dice) -> list[Case]:
     sizes = {"length": 12, "hidden": dice.randint(3, 6), "inner": 4, "kind": SEQUENCE}
     batch = dice.randint(2, 3)
+    # A batch of one does not show in which order parts of several are gathered.
     return [Case(ranks, batch=n, **sizes) for ranks, n in ((2, batch), (4, batch), (2, 1))]
 
 

@@ -27,6 +27,7 @@ def cases(dice: Dice) -> list[Case]:
 
 
 def on_rank(rank, case: Case) -> dict:
+    # On paper: the check needs no ranks.
     p, m, simulator = case.stages, case.micro_batches, rank.course.simulator
     plans = [rank.course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
     results = {"plans": [[str(action) for action in plan] for plan in plans]}

@@ -40,6 +40,7 @@ B, S, E, V = 2, 3, 4, 11
 def cases(dice: Dice) -> list[Case]:
     return [
         Case(2, engine="afab", micro_batches=8, chunks=1, training=True),
+        # An evaluation: nothing may be kept for a backward.
         Case(dice.choice((2, 3)), engine="interleaved", micro_batches=4, chunks=2, training=False),
         Case(3, engine="1f1b", micro_batches=4, chunks=1, training=True),
         Case(1, engine="1f1b", micro_batches=3, chunks=1, training=True),  # first and last stage

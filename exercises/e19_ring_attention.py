@@ -33,6 +33,7 @@ OFF = "numbers that are off by more than one rounding"
 
 def cases(dice: Dice) -> list[Case]:
     heads = dice.randint(1, 2)
+    # Two query heads for each key head: mixed up, they get the wrong keys.
     sizes = {"query_heads": 2 * heads, "key_heads": heads}
     halves = {n: dice.randint(1, 3) for n in (2, 1, 3, 4)}
     some = [Case(n, **sizes, half=h, dtype="float64", backward=True) for n, h in halves.items()]

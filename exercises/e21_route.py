@@ -82,6 +82,7 @@ def slow_route(logits, config, bias):
     """Chooses token by token, and expert by expert."""
     exp = logits.exp()
     scores = exp / (exp.sum(-1, keepdim=True) if config.scoring_func == "softmax" else 1 + exp)
+    # Detached: nothing is learned through the choice.
     ranked = scores.detach() + (0 if bias is None else bias)
     tokens = ranked.flatten(0, 1).tolist()
     experts = torch.tensor([best_experts(token, config) for token in tokens])

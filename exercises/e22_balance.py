@@ -49,6 +49,7 @@ def cases(dice: Dice) -> list[Case]:
     sizes = {"experts": dice.randint(4, 6), "sequences": 2}
     found = [Case(dp * cp, dp=dp, cp=cp, losses=losses, **sizes) for dp, cp, losses in some]
     for i, case in enumerate(found):
+        # With k = 1 it is right to count only the best expert.
         case.k, case.tokens = i % 3 + 1, 2 * dice.randint(3, 5)
     return found
 

@@ -85,6 +85,7 @@ def files_in(names: list[str]) -> Iterator[str]:
 
 def pack(path: Path, chosen: list[Exercise]) -> None:
     """The whole course, but for exercises that are not chosen."""
+    # Of these the functions have their bodies in the class's tree.
     others = {p.name for n, p in files().items() if n not in [e.number for e in chosen]}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in files_in(PACKED):

@@ -109,12 +109,14 @@ class Work:
             if tensor.untyped_storage().data_ptr() not in places:  # unusable until `wait`
                 is_float = tensor.is_floating_point()
                 tensor.data.fill_(float("nan") if is_float else torch.iinfo(tensor.dtype).min)
+        # Recorded last: what was refused above was never started.
         size, is_alone = share * sum(tensor.nbytes for tensor in brought), len(ends) == 1
         self.thread.record("start", what, self.number, size, peer, is_alone)
 
     def _joined(self, which: str, role: str, group: Group, new: Meeting) -> Meeting:
         """The one that another end has begun, if any; RuntimeError if it is of another kind."""
         rank, world = self.thread.rank, self.thread.world
+        # The n-th send to a rank meets the n-th receive from it, as if there were no tags.
         index = world.next_index(role, rank, which, group.key)
         there = world.meetings.setdefault((which, group.key, index), new)
         if there.signature != new.signature:

@@ -67,6 +67,7 @@ def outcome_of(
     """Run all cases, or those at some places, with the definition in a student's text."""
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
     cases = cases if places is None else [cases[i] for i in places]
+    # For tracebacks: the text of a known mistake is in no file.
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:
@@ -106,6 +107,7 @@ def _result_of(exercise: Exercise, case: Case, course, path: Path) -> CaseResult
         if problem_of:
             found = (problem_of(case, rank, record) for rank, record in enumerate(result.records))
             problems[gate] = next(filter(None, found), "")
+    # A case is over: what was not awaited by now never is.
     left = [(rank, what) for rank, r in enumerate(result.records) for what in r.unawaited]
     if left and not problems.get("O"):
         what = "rank {} starts {}, and never waits for it".format(*left[0])

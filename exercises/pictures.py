@@ -14,6 +14,7 @@ MOST_LINES = 16
 
 def picture(runs: list[tuple[Case, list[Record]]]) -> str:
     """Of the first case with the most ranks."""
+    # One rank sends nothing.
     case, records = max(runs, key=lambda run: run[0].ranks)
     values = records[0].values
     lines = [text for text in values.values() if isinstance(text, str) and "\n" in text]
@@ -42,6 +43,7 @@ def timeline(record: Record) -> str:
             labels[event.number] = f"{event.what}{counts[event.what]}"
             counts[event.what] += 1
             words.append(f"({labels[event.number]}")
+        # Nothing has happened since its start: both brackets in one word.
         elif event.kind == "wait" and words[-1] == f"({labels[event.number]}":
             words[-1] += ")"
         elif event.kind != "batch":

@@ -12,6 +12,7 @@ def read(key: int | str) -> dict:
 
 
 def update(key: int | str, **changes: int | bool) -> None:
+    # One student at a time: it is written whole.
     FILE.write_text(json.dumps(_all() | {str(key): read(key) | changes}, indent=4) + "\n")
 
 

@@ -78,6 +78,7 @@ class Record:
 
     def hop_problem(self, rank: int, hops: int) -> str | None:
         """What is wrong with the order of a ring: each hop travels while a mark says "used"."""
+        # The caller of a ring marks each use of a tensor.
         uses = [i for i, event in enumerate(self.events) if event.kind == "mark"]
         for hop, use in enumerate(uses[:hops]):
             if self.place("start", "send", hop) > use:
@@ -98,6 +99,7 @@ def run_case(
     def run(thread: RankThread) -> Record:
         rank = Rank(course, thread)
         values = on_rank(rank, case)
+        # The framework makes the groups, not the version that is checked.
         events = [event for event in thread.events if event.what != "new_group"]
         # Axes can share a ledger. Of one rank alone it may count 0 bytes.
         ledgers = {id(axis.ledger): axis.ledger for axis in rank.used if axis.size > 1}.values()

@@ -130,6 +130,7 @@ def _all_to_all(
             raise RuntimeError(f"rank {rank} expects {receives} rows, but {come} rows come to it")
         return [torch.cat([parts[rank] for parts in brought])]
 
+    # A rank's own rows stay where they are.
     leaving = sum(part.nbytes for i, part in enumerate(parts) if i != rank)
     signature = f"all_to_all of {str(tensor.dtype).rpartition('.')[2]}"
     how = leaving / (tensor.nbytes or 1), [output], mine, signature

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 SEQ_LENGTH, GLOBAL_BATCH = 16, 4
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 29}
+# SGD: AdamW divides by the gradient's size, and hides a wrong factor.
 RECIPE = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "grad_clip": None}
 RECIPE |= {"dtype": "float64", "fused": False, "total_train_steps": 100}
 
@@ -36,6 +37,7 @@ def tiny_run(rank: Rank, layout: "Layout", num_micro_batches: int = 1, **recipe:
     workload = course.settings.Workload(**sizes, dtype="float64", optimizer=recipe["optimizer"])
     parallel = course.build.build_model(config, layout, workload, axes, device)
     run = course.train.build_run(parallel, course.settings.Recipe(**recipe), batches)
+    # In place: the optimizer has these tensors already.
     course.initialise.initialise(parallel.parameters, config, 0, parallel.placements, axes)
     parallel.weights_changed()
     return run

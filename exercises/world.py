@@ -47,6 +47,7 @@ class RankThread(threading.Thread):
     def __init__(self, world: "World", rank: int, function: Callable[["RankThread"], Any]) -> None:
         super().__init__(daemon=True)
         self.world, self.rank, self.function = world, rank, function
+        # The turn is at 0: `acquire` waits until another thread releases it.
         self.turn, self.events, self.operations = threading.Semaphore(0), [], 0
         self.result, self.error, self.is_done, self.is_stopped = None, None, False, False
         self.changed: list[int] = []  # to whom it was sending a tensor when it changed that
@@ -102,6 +103,7 @@ class World:
         for thread in self.threads:
             thread.start()
         while running := [thread for thread in self.threads if not thread.is_done]:
+            # The lowest rank that can: so the order is the same in each run.
             ready = (thread for thread in running if not (thread.wait and thread.wait.missing()))
             thread = next(ready, None)
             if not thread:
@@ -117,6 +119,7 @@ class World:
 
     def _stop(self) -> None:
         for thread in self.threads:
+            # A thread cannot be killed: it wakes in `pause`, which raises.
             thread.is_stopped = True
             if not thread.is_done:
                 thread.resume()
@@ -127,6 +130,7 @@ class World:
         path = [min(waits)]
         while path[-1] in waits and path[-1] not in path[:-1]:
             missing = waits[path[-1]].missing()
+            # One that waits itself leads on; one that has returned ends the search.
             path.append(next((rank for rank in missing if rank in waits), missing[0]))
         circle = path[path.index(path[-1]) :] if path[-1] in waits else path
         steps = [waits[a].text.format(f"rank {b}") for a, b in pairwise(circle)]
