@@ -44,39 +44,29 @@ def so_far(count: int) -> Tensor:
     return take(both().whole[Key(0, "sum so far", Q, *at)], right(*SUM).indices)
 
 
-# A tensor, what is made of it, and what is said then.
-FORMULAS = [
-    (OUT, lambda one: 2 * one.got, "it is 2 (dp or cp or tp or micro-batches) times what it"),
-    (SUM, lambda one: one.got / 256, "(1/tokens of the step) times what it should be"),
-    (SUM, lambda one: one.got + so_far(1), "it counts micro-batch 0 of dp 0 2 ("),
-    (
-        SUM,
-        lambda one: so_far(2),
-        "it counts micro-batch 1 of dp 0 0 times, micro-batch 1 of dp 1 0",
-    ),
-    (
-        OUT,
-        lambda one: right(*OUT, micro_batch=1).got,
-        "it is the tensor of micro-batch 1 of dp 0",
-    ),
-    (OUT, lambda one: right(*OUT, rank=1).got, "positions 0-3 are those of 12-15"),
-    (
-        OUT,
-        lambda one: one.got * (torch.arange(4) < 2)[:, None],
-        "positions 2-3 are wrong, and no",
-    ),
-    (SUM, lambda one: one.got.flip(0), "rows 0-15 are those of 15 14"),
-    (("forward", "tokens"), lambda one: one.got.roll(1, 0), "sequences 0-3 are those of 3 0-2"),
-    (OUT, lambda one: one.got / 0, "NaN or infinite: 512 of its 512 numbers"),
-    (OUT, lambda one: 0 * one.got, "it is zero everywhere"),
-    (OUT, lambda one: one.got[:2], "its shape is (2, 4, 32), and should be (4, 4, 32)"),
-]
+# A tensor, what a rank has of it in place of `got`, and what is said then.
+FORMULAS = """
+OUT | 2 * got | it is 2 (dp or cp or tp or micro-batches) times what it
+SUM | got / 256 | (1/tokens of the step) times what it should be
+SUM | got + so_far(1) | it counts micro-batch 0 of dp 0 2 (
+SUM | so_far(2) | it counts micro-batch 1 of dp 0 0 times, micro-batch 1 of dp 1 0
+OUT | right(*OUT, micro_batch=1).got | it is the tensor of micro-batch 1 of dp 0
+(*SUM, 1) | right(*SUM).got | it is the tensor of the step before
+OUT | right(*OUT, rank=1).got | positions 0-3 are those of 12-15
+OUT | got * (torch.arange(4) < 2)[:, None] | positions 2-3 are wrong, and no
+SUM | got.flip(0) | rows 0-15 are those of 15 14
+("forward", "tokens") | got.roll(1, 0) | sequences 0-3 are those of 3 0-2
+OUT | got / 0 | NaN or infinite: 512 of its 512 numbers
+OUT | 0 * got | it is zero everywhere
+OUT | got[:2] | its shape is (2, 4, 32), and should be (4, 4, 32)
+"""
 
 
-@pytest.mark.parametrize("what,formula,said", FORMULAS)
-def test_a_formula_gives_its_sentence_and_noise_does_not(what, formula, said):
-    one = right(*what)
-    wrong = formula(one)
+@pytest.mark.parametrize("line", FORMULAS.strip().splitlines())
+def test_a_formula_gives_its_sentence_and_noise_does_not(line):
+    what, formula, said = line.split(" | ")
+    one = right(*eval(what))
+    wrong = eval(formula, globals() | {"got": one.got})
     assert said in explain(one._replace(got=wrong), both())
     is_formula = wrong.isfinite().all() and wrong.any() and "no" not in said.split()
     if is_formula and wrong.is_floating_point() and wrong.shape == one.got.shape:
@@ -91,31 +81,21 @@ def test_a_micro_batch_without_a_gradient_is_not_called_missing(monkeypatch):
     assert "micro-batch 0" not in said and "micro-batch 1 of dp 0 0 times" in said
 
 
-def test_the_step_before_is_told():
-    one = right(*SUM, step=1)
-    said = explain(one._replace(got=right(*SUM).got), both())
-    assert said == "it is the tensor of the step before"
-
-
-@pytest.mark.parametrize("axes", [("tp",), ("dp", "cp")])
-def test_parts_of_ranks_whose_sum_is_right_are_own_parts(axes, monkeypatch):
+# Of the square of a norm the parts add up.
+@pytest.mark.parametrize(
+    ("what", "axes", "power"),
+    [(("summed gradient", "model.norm.weight"), ("dp", "cp"), 1), (NORM, ("tp",), 0.5)],
+)
+def test_parts_of_ranks_whose_sum_is_right_are_own_parts(what, axes, power, monkeypatch):
     others = {"dp", "cp", "tp"} - {*axes}
     ranks = [at for at in both().ranks if not any(getattr(at, axis) for axis in others)]
-    norms = "summed gradient", "model.norm.weight"
-    parts = [torch.rand_like(right(*norms).got) for _ in ranks[1:]]
-    parts.append(right(*norms).got - sum(parts))
-    ones = [right(*norms)._replace(at=at, got=x) for at, x in zip(ranks, parts, strict=True)]
+    whole = right(*what)
+    shares = torch.rand(len(ranks), *whole.got.shape, dtype=torch.float64)
+    parts = (shares / shares.sum(0)) ** power * whole.got
+    ones = [whole._replace(at=at, got=part) for at, part in zip(ranks, parts, strict=True)]
     monkeypatch.setattr(both(), "first", ones)
     over = f"a sum over {' and '.join(axes)}: the sum is missing"
     assert {explain(one, both()) for one in ones} == {f"it is this rank's own part of {over}"}
-
-
-def test_the_square_of_a_norm_is_a_sum(monkeypatch):
-    shares = {0: 0.3, 1: 0.7}  # of tp ranks
-    ones = [right(*NORM, rank=rank) for rank in range(8)]
-    ones = [one._replace(got=shares[one.at.tp] ** 0.5 * one.got) for one in ones]
-    monkeypatch.setattr(both(), "first", ones)
-    assert "own part of a sum over tp" in explain(ones[0], both())
 
 
 def test_every_tensor_that_is_wrong_gets_a_sentence(monkeypatch):
