@@ -130,8 +130,7 @@ def check(number: int, seed: int, solution: bool) -> int:
 def show(exercise: Exercise, verdict: Verdict) -> str:
     """What the checker answers."""
     where = f"{exercise.qualified_name} in {exercise.source_module.rpartition('.')[2]}.py"
-    lines = [f"{exercise.number:02} {exercise.name}: {where}, {verdict.seconds} s"]
-    lines += [""] if verdict.gates else []  # a check that was stopped has none
+    lines = [f"{exercise.number:02} {exercise.name}: {where}, {verdict.seconds} s", ""]
     for gate, problem in verdict.gates.items():
         result = "passed" if not problem else problem if problem == "not checked" else "failed"
         lines.append(f"  {gate} {GATES[gate]:8}{result}")

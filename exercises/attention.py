@@ -19,6 +19,6 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def with_gradients(out: Tensor, qkv: Sequence[Tensor], d_out: Tensor) -> dict[str, Tensor]:
-    # Of what a wrong result does not depend on the gradient is None: no error.
+    # Where a wrong result does not depend on an input, its gradient is None: no error.
     gradients = torch.autograd.grad(out, qkv, d_out, allow_unused=True)
     return {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))

@@ -16,7 +16,7 @@ from exercises.memory import storage_bytes
 from exercises.ranks import Rank, Record
 
 SEQUENCE = "SequenceBoundary"
-# In the second call it shows what the first one has left in the boundary.
+# Two: the second call shows what the first has left in the boundary.
 CALLS = 2
 
 

@@ -34,7 +34,7 @@ def verdict_on(exercise: Exercise, outcome: Outcome, seed: int = 0) -> Verdict:
             gates = dict.fromkeys(gates, "not checked")
         gates |= {gate: f"{result.case}: {text}" for gate, text in result.problems.items()}
     changed = _changed(exercise, outcome, seed)
-    # Results are right here, and what the caller does next with the argument is not.
+    # The results are right; what a caller computes next from the argument would not be.
     if not failed and changed:
         return Verdict(False, gates | {"V": changed}, "argument_changed", f"With {changed}.")
     if not failed:

@@ -140,7 +140,7 @@ Runs = list[tuple[dict[str, float], list[dict], list[dict]]]  # factors, results
 def common_pattern(runs: Runs) -> str:
     """What is wrong in the same way in all runs; several factors can be as large."""
     found, *more = [dict(patterns(*run)) for run in runs] or [{}]
-    # What is missing in one case was chance in the others.
+    # A pattern that one case lacks was chance in the others.
     common = [kind for kind in found if all(kind in others for others in more)]
     if not common:
         return ""

@@ -56,7 +56,7 @@ def memory(case: Case, rank: int, record) -> str | None:
 
 
 def order(case: Case, rank: int, record) -> str | None:
-    # From there a tensor could reach all ranks as well, over links that a ring does not use.
+    # A tensor that skips ranks arrives as well, but over links that a ring does not use.
     for event in record.events:
         if event.what == "send" and event.peer not in (None, (rank + 1) % case.ranks):
             return f"rank {rank} sends to rank {event.peer}, which is not the next one"

@@ -106,7 +106,7 @@ def import_with(
     body = [n for n in tree.body if getattr(n, "module", "") != exercise.source_module]
     # Annotations are not evaluated: they may use what is defined further down.
     flag = __future__.annotations.compiler_flag
-    code = compile(ast.Module(body, type_ignores=[]), str(path), "exec", flag)
+    code = compile(ast.Module(body, []), str(path), "exec", flag)
 
     def fill(module: ModuleType) -> None:
         def defined(name: str) -> Any:

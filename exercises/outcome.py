@@ -67,7 +67,7 @@ def outcome_of(
     """Run all cases, or those at some places, with the definition in a student's text."""
     cases, calls, results = exercise.seeded_cases(seed), Calls(), []
     cases = cases if places is None else [cases[i] for i in places]
-    # For tracebacks: the text of a known mistake is in no file.
+    # Tracebacks read lines from here: the text of a known mistake is in no file.
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with simulated():
         try:

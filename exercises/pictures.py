@@ -14,7 +14,7 @@ MOST_LINES = 16
 
 def picture(runs: list[tuple[Case, list[Record]]]) -> str:
     """Of the first case with the most ranks."""
-    # One rank sends nothing.
+    # A single rank sends nothing that could be drawn.
     case, records = max(runs, key=lambda run: run[0].ranks)
     values = records[0].values
     lines = [text for text in values.values() if isinstance(text, str) and "\n" in text]

@@ -34,6 +34,7 @@ def test_the_first_difference_is_shown_with_its_place(line):
 KINDS = """
 2 * A, 2 * B -> large: cp
 A / 2, B / 2 -> small: cp
+[*(2 * A)], [*(2 * B)] -> large: cp
 -A, -B -> times -1
 1.5 * A, 1.5 * B -> times 1.5
 0 * A, 0 * B -> zero
