@@ -95,7 +95,12 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
         ranks = [context.Process(target=_run_forked, args=(main, launch)) for launch in launches]
         before = signal.getsignal(signal.SIGTERM)
         try:
-            _start(ranks)
+            # A terminal sends Ctrl-C to all processes. Ranks inherit that it is blocked here:
+            # the parent reports it, when all ranks have been forked, and kills them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            for process in ranks:
+                process.start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in ranks])
             code, rank = _wait(ranks)
             store = open_store(GRACE)
@@ -119,17 +124,7 @@ def start_processes(main: Callable[[Launch], None], world_size: int) -> None:
         raise SystemExit(code)
 
 
-def _start(ranks: list[ForkProcess]) -> None:
-    """Ctrl-C waits until all have been forked: Python swallows what a hook of a fork raises."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    for process in ranks:
-        process.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
 def _run_forked(main: Callable[[Launch], None], launch: Launch) -> None:
-    # A terminal sends Ctrl-C to all processes at once. The parent reports it and kills the ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's handler
     exit_with_parent()
     listen_on_loopback()
