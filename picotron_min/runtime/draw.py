@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from picotron_min.extensions.schedules.registry import SCHEDULES, plan_on_paper
 from picotron_min.extensions.schedules.simulator import Span, Timeline, peak_live, simulate
-from picotron_min.pipeline_messages import insert_messages
 from picotron_min.pipeline_schedule import Action, Kind
+from picotron_min.runtime.wording import explained
 
 MARGIN = len("rank 0  ")
 FILLS = {Kind.FORWARD: "─", Kind.BACKWARD: "═", Kind.WEIGHT: "░"}  # behind a name
@@ -35,16 +35,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stages", type=int, metavar="P", default=4, help="ranks")
     parser.add_argument("--microbatches", type=int, metavar="M", default=8, help="of a step")
     parser.add_argument("--chunks", type=int, metavar="V", default=0, help="a rank; 0: as usual")
-    columns = shutil.get_terminal_size((100, 24)).columns
-    parser.add_argument(
-        "--width", type=int, metavar="COLUMNS", default=columns, help="wider: | less -S"
-    )
     o = parser.parse_args(arguments)
+    width = shutil.get_terminal_size((100, 24)).columns  # COLUMNS=300 ... | less -S for more
     try:
         if o.trace:
-            show_trace(o.trace, o.width)
+            show_trace(o.trace, width)
         else:
-            show_plan(o.engine, o.stages, o.microbatches, o.chunks, o.width)
+            show_plan(o.engine, o.stages, o.microbatches, o.chunks, width)
     except (OSError, ValueError) as error:
         parser.error(str(error))  # exit code 2
 
@@ -110,9 +107,8 @@ def plan_of_trace(measured: Timeline, engine: str) -> Timeline:
     for rank, action, start, end in measured.spans:
         times[action.kind].append(end - start)
         plans[rank].append(action)
-    means, place = {kind: fmean(values) for kind, values in times.items()}, SCHEDULES[engine].place
-    plans = insert_messages(plans, place)
-    return simulate(plans, lambda rank, action: means[action.kind], place=place)
+    means = {kind: fmean(values) for kind, values in times.items()}
+    return simulate(plans, lambda _, action: means[action.kind], place=SCHEDULES[engine].place)
 
 
 class MeasuredStep(NamedTuple):
@@ -127,25 +123,21 @@ class MeasuredStep(NamedTuple):
 def read_trace(path: str) -> MeasuredStep:
     """The last step in a trace; ValueError if the file is not one."""
     spans = []
-    try:
+    with explained(f"{path} is not a trace of a pipeline"):
         trace = json.loads(Path(path).read_text())
-        about = trace.get("otherData", {})
-        engine, run_began = about.get("pp_engine", "1f1b"), about.get("run_began")
-        SCHEDULES[engine]  # a KeyError names an unknown engine
-        events = [e for e in trace["traceEvents"] if "micro_batch" in e.get("args", {})]
-        step = max(e["args"]["step"] for e in events)
-        for e in sorted(events, key=lambda e: e["ts"]):
-            if e["args"]["step"] == step:
-                action = Action(Kind(e["name"][0]), e["args"]["micro_batch"], e["args"]["chunk"])
-                duration = max(e["dur"], 1e-3)  # a clock may be too coarse for a tiny model
-                spans.append(Span(e["pid"], action, e["ts"], e["ts"] + duration))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a trace of a pipeline: {error!r}") from None
-    ranks = sorted({span.rank for span in spans})
-    if ranks != list(range(len(ranks))):
-        need = "it must have all ranks of one pipeline, counted from 0"
-        raise ValueError(f"{path} has forwards and backwards of ranks {ranks}: {need}")
-    return MeasuredStep(engine, step, Timeline(len(ranks), spans), run_began)
+        engine, run_began = trace["otherData"]["pp_engine"], trace["otherData"]["run_began"]
+        events = sorted(trace["traceEvents"], key=lambda event: event["ts"])
+        step = max(event["args"]["step"] for event in events)
+        for event in events:
+            args, start = event["args"], event["ts"]
+            if args["step"] == step:
+                action = Action(Kind(event["name"][0]), args["micro_batch"], args["chunk"])
+                duration = max(event["dur"], 1e-3)  # a clock may be too coarse for a tiny model
+                spans.append(Span(event["pid"], action, start, start + duration))
+        num_ranks = 1 + max(span.rank for span in spans)
+        measured = Timeline(num_ranks, spans)
+        plan_of_trace(measured, engine)  # an error names an action that is missing
+    return MeasuredStep(engine, step, measured, run_began)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def test_a_drawing_is_never_wider_than_asked(engine):
     [
         ("--stages 0", "0 ranks x 8 micro-batches x 1 chunks: draw at least one of each"),
         ("--engine 1f1b --chunks 2", "1f1b has 1 chunk a rank, not 2: use 1, or engine afab"),
-        ("--trace nowhere.json", "No such file or directory: 'nowhere.json'"),
+        ("--trace nowhere.json", "No such file or directory"),
         ("--trace t.json --engine afab", "not allowed with argument"),
     ],
 )
@@ -50,25 +50,24 @@ def test_bad_input_is_reported_with_exit_code_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def write_trace(path: Path, spans: list[Span], **other_data: str) -> None:
+def write_trace(path: Path, spans: list[Span], engine: str) -> None:
     """A trace in which steps 6 and 7 are alike; one unit of the spans is 1 ms."""
     events = [
-        {
-            "name": str(s.action), "ph": "X", "ts": 1e6 * step + 1000 * s.start, "tid": 0,
-            "dur": 1000 * (s.end - s.start), "pid": s.rank,
-            "args": {"step": step, "chunk": s.action.chunk, "micro_batch": s.action.micro_batch},
-        }
-        for step in (7, 6) for s in spans if s.action.peer is None
-    ]  # fmt: skip
-    events.append({"name": "optimizer"})
-    path.write_text(json.dumps({"traceEvents": events, "otherData": other_data}))
+        {"name": str(action), "ts": 1e6 * step + 1000 * start, "dur": 1000 * (end - start)}
+        | {"pid": rank}
+        | {"args": {"step": step, "chunk": action.chunk, "micro_batch": action.micro_batch}}
+        for step in (7, 6)
+        for rank, action, start, end in spans
+    ]
+    about = {"pp_engine": engine, "run_began": None}
+    path.write_text(json.dumps({"traceEvents": events, "otherData": about}))
 
 
 def test_a_trace_is_drawn_under_its_plan(tmp_path, capsys):
     engine, chunks = "interleaved", 2
     plans = build_plans(engine, 4, 8, chunks)
     slow = simulate(plans, send_time=1.0)
-    write_trace(tmp_path / "t.json", slow.spans, pp_engine=engine)
+    write_trace(tmp_path / "t.json", slow.spans, engine)
     draw.main(["--trace", str(tmp_path / "t.json")])
     out = capsys.readouterr().out
     ideal, figure = simulate(plans).makespan, f"bubble {bubble(4, 8, chunks):.1%}\n"
@@ -77,23 +76,11 @@ def test_a_trace_is_drawn_under_its_plan(tmp_path, capsys):
     assert f"{slow.makespan - ideal:+.2f} ms from the plan" in out
 
 
-EVENT = {"name": "F0", "ts": 1, "dur": 1, "pid": 0}
-EVENT["args"] = {"micro_batch": 0, "chunk": 0, "step": 1}
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("{", "is not a trace of a pipeline: JSONDecodeError"),
-        ([EVENT | {"name": ""}], "is not a trace of a pipeline: IndexError"),
-        ([EVENT | {"pid": 1}], "ranks [1]: it must have all ranks of one pipeline, counted from 0"),
-        ([EVENT | {"name": "B0"}], "rank 0: 'F0' is missing"),
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(content, message, tmp_path, capsys):
-    path = tmp_path / "t.json"
-    is_text = isinstance(content, str)
-    path.write_text(content if is_text else json.dumps({"traceEvents": content}))
-    with pytest.raises(SystemExit):
-        draw.main(["--trace", str(path)])
-    assert message in capsys.readouterr().err
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    (tmp_path / "t.json").write_text("{")
+    with pytest.raises(ValueError, match=r"t\.json is not a trace of a pipeline: Expecting"):
+        draw.read_trace(str(tmp_path / "t.json"))
+    second_rank = [span for span in simulate(build_plans("1f1b", 2, 4)).spans if span.rank]
+    write_trace(tmp_path / "t.json", second_rank, "1f1b")
+    with pytest.raises(ValueError, match="rank 0: 'F0' is missing"):
+        draw.read_trace(str(tmp_path / "t.json"))
