@@ -5,11 +5,11 @@ counts what recomputation repeats (Chowdhery et al. 2022, "PaLM", appendix B; fo
 """
 
 import platform
+import re
 import resource
 import sys
 import time
 from functools import partial
-from itertools import chain, repeat
 from operator import matmul
 from pathlib import Path
 
@@ -30,9 +30,8 @@ class Speedometer:
     def __init__(
         self, model_config: ModelConfig, work: Workload, device: torch.device, writes: bool = True
     ) -> None:
-        name = device_name(device) if device.type == "cuda" else "cpu"
         # A CPU takes up to a second to measure: only for the rank whose records are read.
-        self.peak = peak_flops(name, getattr(torch, work.dtype)) if writes else None
+        self.peak = peak_flops(device, work.dtype) if writes else None
         self._device, self._model_config, self._work = device, model_config, work
 
     def measure(
@@ -59,9 +58,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")  # of Linux, where platform.processor() is often empty
-    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return next(filter(None, [*names, platform.processor(), platform.machine()]), "CPU")
+    named = cpu_info.exists() and re.search("model name.*: (.+)", cpu_info.read_text())
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 def memory_gb(device: torch.device) -> float:
@@ -72,12 +70,12 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOPs per second: "cpu" is measured; None for a GPU or dtype not in the table."""
-    if device_name == "cpu":
-        return measure_peak_flops(dtype)
-    gpu = gpu_of_device(device_name)
-    return gpu and gpu.peaks.get(str(dtype).removeprefix("torch."))
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOPs per second: a CPU's is measured; None for a GPU or dtype not in the table."""
+    if device.type == "cpu":
+        return measure_peak_flops(getattr(torch, dtype))
+    gpu = gpu_of_device(device_name(device))
+    return gpu and gpu.peaks.get(dtype)
 
 
 def measure_peak_flops(dtype: torch.dtype) -> float:
@@ -86,9 +84,10 @@ def measure_peak_flops(dtype: torch.dtype) -> float:
     It is measured on one thread, small ones first: where a CPU has no instructions for a dtype, a
     large one takes seconds.
     """
-    threads, best, deadline = torch.get_num_threads(), 0.0, time.perf_counter() + 0.2
+    threads, best, size = torch.get_num_threads(), 0.0, 128
     torch.set_num_threads(1)  # others wait busily, and their time would count
-    for size in chain((128, 256, 512), repeat(1024)):
+    deadline = time.perf_counter() + 0.2
+    while time.perf_counter() < deadline:
         a = torch.randn(size, size).to(dtype)
         # A linear's forward, and its weight's gradient: where a CPU has no instructions for
         # bfloat16, a @ a takes ten times as long.
@@ -100,7 +99,6 @@ def measure_peak_flops(dtype: torch.dtype) -> float:
             began = time.process_time()  # in which other work does not count
             product()
             best = max(best, 2 * size**3 / (time.process_time() - began))
-        if time.perf_counter() > deadline:
-            break
+        size = min(2 * size, 1024)
     torch.set_num_threads(threads)
     return best * threads
