@@ -7,9 +7,9 @@ the first and the last among them, and at least one step a minute are printed.
 import math
 import shlex
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
@@ -30,9 +30,8 @@ class Console:
         self._every = math.ceil((last_step - first_step + 1) / 20)
         self._steps: list[StepRecord] = []  # the first and the latest, here and below
         self._evaluations: list[EvalRecord] = []
-        self._total, self._recent = Counter(), Counter()  # work of all steps; since the last line
-        self._first = Counter()  # of the first step, in which torch compiles
-        self._line = ""  # of the latest step, until it is printed
+        self._seconds: list[float] = []  # of each step
+        self._line, self._printed = "", 0  # of the latest step, until printed; steps until then
         self._began = self._printed_at = 0.0
 
     def __enter__(self) -> None:
@@ -50,18 +49,16 @@ class Console:
             self._print(f"  {name:<{max(map(len, rows))}}  {value}")
 
     def step(self, record: StepRecord) -> None:
-        step, last, seconds = record.step, self._last_step, record.step_seconds
-        work = Counter(steps=1, seconds=seconds, tokens=seconds * record.tokens_per_second)
+        step, last = record.step, self._last_step
         if not self._steps:
-            self._began, self._first = time.perf_counter() - seconds, work
+            self._began = time.perf_counter() - record.step_seconds
         self._steps[1:] = [record]
-        self._total += work
-        self._recent += work
+        self._seconds.append(record.step_seconds)
         # The pace so far, with the evaluations and checkpoints between the steps.
-        pace = (time.perf_counter() - self._began) / self._total["steps"]
+        pace = (time.perf_counter() - self._began) / len(self._seconds)
         self._line = (
             f"step {step:>{self._width}}/{last}  loss {record.loss:.4f}{_of_extensions(record)}"
-            f"  {self._speed(self._recent)}  {record.memory_gb:.2f} GB"
+            f"  {self._speed(self._seconds[self._printed :])}  {record.memory_gb:.2f} GB"
             f"  {duration(pace * (last - step))} left"
         )
         self._bar.update(0, completed=step, description=self._line)
@@ -74,11 +71,13 @@ class Console:
         if self._line:
             self._print(self._line)
             self._line, self._printed_at = "", time.monotonic()
-            self._recent.clear()
+            self._printed = len(self._seconds)
 
-    def _speed(self, work: Counter) -> str:
-        speed, latest = work["tokens"] / work["seconds"], self._steps[-1]
-        mfu = latest.mfu and latest.mfu / latest.tokens_per_second * speed  # proportional to speed
+    def _speed(self, seconds: list[float]) -> str:
+        """The mean of steps that took so long: all have the same tokens."""
+        latest = self._steps[-1]
+        ratio = latest.step_seconds / fmean(seconds)
+        speed, mfu = latest.tokens_per_second * ratio, latest.mfu and latest.mfu * ratio
         return f"{human(speed)} tok/s  MFU {'n/a' if mfu is None else f'{mfu:.1%}'}"
 
     def evaluation(self, record: EvalRecord) -> None:
@@ -93,15 +92,16 @@ class Console:
         self, save_dir: str, checkpoint: Path | None, dataset: str, more: dict | None = None
     ) -> dict[str, str]:
         """Print the results of the run, which are returned, and how to use its model."""
-        rows, work, folder = {}, self._total, Path(save_dir, "hf")
+        rows, seconds, folder = {}, self._seconds, Path(save_dir, "hf")
         if self._steps:
             first, latest = self._steps[0], self._steps[-1]
-            done = f"{counted(work['steps'], 'step')}, {human(work['tokens'])} tokens"
+            tokens = len(seconds) * latest.tokens_per_second * latest.step_seconds
+            done = f"{counted(len(seconds), 'step')}, {human(tokens)} tokens"
             rows["trained"] = f"{done} in {duration(time.perf_counter() - self._began)}"
             if first.step > 1:  # resumed
                 rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
-            later = work - self._first
-            rows["speed"] = self._speed(later or work) + ", without the first step" * bool(later)
+            later = seconds[1:]  # in the first one torch compiles
+            rows["speed"] = self._speed(later or seconds) + ", without the first step" * bool(later)
             rows["loss"] = f"{first.loss:.4f} -> {latest.loss:.4f}"
             if "load_imbalance" in latest.measures:
                 before, now = (r.measures["load_imbalance"] for r in (first, latest))
