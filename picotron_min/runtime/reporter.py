@@ -210,9 +210,6 @@ def describe(inputs: Inputs) -> dict[str, str]:
     config, batches, text, shape = inputs.config, inputs.batches, inputs.text, inputs.model_config
     t, m, layout = config.training, config.model, config.layout
     numbers = f"{human(parameter_count(shape))} parameters"
-    if depths := shape.num_nextn_predict_layers:
-        own = parameter_count(shape) - parameter_count(shape.override(num_nextn_predict_layers=0))
-        numbers += f", of which {human(own)} in {counted(depths, 'prediction layer')},"
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("dp", "pp", "cp", "tp"))
     sizes += f", {layout.pp_engine}" if layout.pp > 1 else ""
     sizes += f", sharding {layout.sharding}" if layout.sharding != "none" else ""

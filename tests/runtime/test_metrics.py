@@ -67,37 +67,29 @@ def test_other_ranks_write_nothing_and_import_no_wandb(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_key", "used"),
+    ("mode", "has_key", "answers", "used"),
     [
-        ("online", False, "offline"),
-        ("online", True, "online"),
-        ("offline", True, "offline"),
-        ("disabled", False, "disabled"),
+        ("online", False, [mock.DEFAULT], ["offline"]),
+        ("online", True, [mock.DEFAULT], ["online"]),
+        ("offline", True, [mock.DEFAULT], ["offline"]),
+        ("online", True, [KeyError("error 401"), mock.DEFAULT], ["online", "offline"]),
     ],
 )
-def test_wandb_gets_the_same_records_and_is_online_only_when_logged_in(
-    mode, has_key, used, monkeypatch, tmp_path
+def test_wandb_gets_the_same_records_online_only_when_logged_in_and_not_refused(
+    mode, has_key, answers, used, monkeypatch, capsys, tmp_path
 ):
-    run, wandb = mock.Mock(), mock.Mock()
+    wandb = mock.Mock(Error=KeyError)
     wandb.setup().settings.mode, wandb.login.return_value = mode, has_key
-    wandb.init.return_value = run
+    wandb.init.side_effect = answers
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = MetricsLog(tmp_path / "m.jsonl", wandb_options={"project": "p"})
     log.write(replace(RECORD, loss=math.nan))
     log.close()
-    log.close()  # once more, when all that a run has opened is closed
-    wandb.init.assert_called_once_with(mode=used, project="p")
-    run.finish.assert_called_once_with()
+    assert wandb.init.call_args_list == [mock.call(mode=mode, project="p") for mode in used]
+    told = "error 401'): recorded as with WANDB_MODE=offline" in capsys.readouterr().out
+    assert told == (len(used) == 2)
     (written,) = read(tmp_path / "m.jsonl")
     known = {key: value for key, value in written.items() if value is not None}
+    run = wandb.init.return_value
     run.log.assert_called_once_with(known, step=known.pop("step"))
-
-
-def test_a_server_of_wandb_that_refuses_leaves_the_run_offline(monkeypatch, capsys, tmp_path):
-    wandb, run = mock.Mock(Error=KeyError), mock.Mock()
-    wandb.setup().settings.mode = "online"
-    wandb.init.side_effect = [KeyError("error 401"), run]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    assert MetricsLog(tmp_path / "m.jsonl", wandb_options={"project": "p"}).wandb is run
-    assert [call.kwargs["mode"] for call in wandb.init.call_args_list] == ["online", "offline"]
-    assert "error 401'): recorded as with WANDB_MODE=offline" in capsys.readouterr().out
+    run.finish.assert_called_once_with()
