@@ -47,16 +47,11 @@ def test_about_twenty_steps_are_printed_with_the_first_and_the_last(first, last)
     assert len(steps) == len(set(steps)) and min(10, last - first + 1) <= len(steps) <= 22
 
 
-def test_a_slow_run_prints_a_step_every_minute(monkeypatch):
+def test_a_slow_run_prints_a_step_every_minute_and_the_last_one_above_a_warning(monkeypatch):
     monkeypatch.setattr(time, "monotonic", itertools.count(1, 20.0).__next__)
-    printed = printed_steps(run_console(1, 1000, stop_at=18))
-    assert printed[0] == 1 and 4 < len(printed) < 18
-
-
-def test_a_run_that_stops_early_prints_its_last_step_above_the_warning():
-    text = run_console(1, 100, stop_at=42)
-    assert printed_steps(text)[-1] == 42
-    assert text.index("step  42/100") < text.index("warning: its gradient is not finite [inf]")
+    text = run_console(1, 1000, stop_at=18)
+    assert printed_steps(text)[0] == 1 and 4 < len(printed_steps(text)) < 18
+    assert text.index("step   18/1000") < text.index("warning: its gradient is not finite [inf]")
 
 
 def test_a_log_has_short_lines_and_no_control_characters():
@@ -99,7 +94,7 @@ def test_the_summary_of_a_resumed_run_separates_it_from_the_whole():
         console.evaluation(EvalRecord(step, step / 1000))
     console.summary("a folder", None, "some text")
     summary = out.getvalue()[out.getvalue().index("Done") :]
-    assert "trained     4 steps, 8.00k tokens in 0s\n" in summary
+    assert "trained     4 steps, 8.00k tokens in " in summary
     assert "in all      504 steps, 1.01M tokens\n" in summary
     assert "validation  loss 0.5010 -> 0.5040\n" in summary and "MFU n/a" in summary
     assert "write('The ', " in summary  # of a text that is no Python

@@ -251,6 +251,7 @@ def test_when_the_parent_dies_the_ranks_die(tmp_path):
 
 
 def test_ctrl_c_ends_all_with_one_message(tmp_path, capfd):
+    (tmp_path / SAVED).mkdir()  # of the user, or without its state
     process = started(tmp_path, signal.default_int_handler)  # as in a terminal
     os.killpg(process.pid, signal.SIGINT)
     process.join(20)
@@ -258,6 +259,7 @@ def test_ctrl_c_ends_all_with_one_message(tmp_path, capfd):
     wait_until(lambda: is_gone(process.pid), process.pid)
     output = capfd.readouterr().err
     assert output.count("stopped by Ctrl-C\nThis was in step") == 1 and "Traceback" not in output
+    assert "this run has saved no checkpoint" in output
 
 
 def test_ctrl_c_during_the_imports_prints_no_traceback(tmp_path):
@@ -342,11 +344,6 @@ def test_an_error_is_reported_alone_even_if_a_wait_has_failed_before(tmp_path, c
     output = capfd.readouterr().err
     assert output.count("This was") == output.count("rank 1 failed") == 1, output
     assert output.count("Traceback") == 1
-
-
-def test_a_run_without_a_checkpoint_reports_that_none_was_saved(tmp_path):
-    (tmp_path / SAVED).mkdir()  # as a user's own, or without its state
-    assert failures.how_to_resume(str(tmp_path)) == "this run has saved no checkpoint"
 
 
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of "
