@@ -73,9 +73,8 @@ def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
     origin = min(span.start for span in timeline.spans)
     lines = [["·"] * round(timeline.makespan * scale) for _ in range(timeline.num_ranks)]
     for rank, action, start, end in timeline.spans:
-        if action.peer is None:
-            left, right = (int((time - origin) * scale + 1e-6) for time in (start, end))
-            lines[rank][left:right] = _label(action, right - left)
+        left, right = (int((time - origin) * scale + 1e-6) for time in (start, end))
+        lines[rank][left:right] = _label(action, right - left)
     return "\n".join(f"rank {rank:<2} " + "".join(line) for rank, line in enumerate(lines))
 
 

@@ -48,8 +48,11 @@ def torchrun_launch() -> Launch | None:
 
 
 # How many copies of a command launchers that are not torchrun have started.
-OTHER_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
-OTHER_LAUNCHERS |= {"PMI_SIZE": "mpiexec"}
+OTHER_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+}
 
 
 def _open_tcp_store(timeout_seconds: float) -> dist.Store:  # open_store under a launcher

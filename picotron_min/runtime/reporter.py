@@ -63,8 +63,8 @@ class Reporter(ExitStack):
             # All parts of an interrupted run have the first line in common, and so one id.
             first_start = self.run_log.read_text().partition("\n")[0].encode()
             wandb = {"id": hashlib.sha256(first_start).hexdigest()[:16], "resume": "allow"}
-            wandb |= {"project": logging.project_name, "name": logging.run_name, "dir": save_dir}
-            wandb["config"] = config.model_dump()
+            wandb |= {"project": logging.project_name, "name": logging.run_name}
+            wandb |= {"dir": save_dir, "config": config.model_dump()}
         self.log = MetricsLog(Path(config.metrics_file) if writes else None, wandb)
         self.callback(self.log.close)
         first = max(done, min(done + 2, last - 3))  # after two that warm up, if there are others
@@ -217,10 +217,9 @@ def describe(inputs: Inputs) -> dict[str, str]:
         numbers += f", of which {human(active_parameter_count(shape))} active a token,"
         sizes += f", ep {layout.ep} x etp {layout.etp}"
     flops = human(model_flops_per_token(shape, t.seq_length))
-    how = f"{text.num_documents / (len(text.tokens) / t.seq_length) + 1:.1f} a row"
+    apart = ", apart" if config.dataset.document_mask else ""
     if config.dataset.packing == "bfd":
-        how = f"best fit with {batches.padding:.1%} padding"
-    apart = f", apart, {how}" if config.dataset.document_mask else ""
+        apart += f", best fit with {batches.padding:.1%} padding"
     device = inputs.device.type
     if device == "cpu" and not config.distributed.use_cpu:
         device = "cpu (torch finds no GPU)"

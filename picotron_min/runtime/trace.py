@@ -72,10 +72,11 @@ class Trace:
         events, gathered = [], [None] * self.pp.size if self.pp.rank == 0 else None
         for step, action, at, origin, began, ended in self.events:
             ended.synchronize()
-            args = {"step": step, "micro_batch": action.micro_batch, "chunk": action.chunk}
-            start, duration = origin.elapsed_time(began) * 1e3, began.elapsed_time(ended) * 1e3
-            event = {"name": str(action), "ph": "X", "ts": at + start, "dur": duration}
-            events.append(event | {"pid": self.pp.rank, "tid": 0, "args": args})
+            event = {"name": str(action), "ph": "X", "pid": self.pp.rank, "tid": 0}
+            event["ts"] = at + 1e3 * origin.elapsed_time(began)
+            event["dur"] = 1e3 * began.elapsed_time(ended)
+            event["args"] = {"step": step, "micro_batch": action.micro_batch, "chunk": action.chunk}
+            events.append(event)
         dist.gather_object(events, gathered, group=self.pp.group, group_dst=0)
         if gathered:
             about = {"pp_engine": self.engine, "run_began": run_began}
