@@ -21,7 +21,6 @@ it is more than 5% slower than in benchmarks/gpu.json, the rows to hold it again
 import contextlib
 import gc
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -30,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ from picotron_min.mesh import build_axes
 from picotron_min.optimizer import build_optimizer
 from picotron_min.runtime import launch
 from picotron_min.runtime.public_models import find_preset
-from picotron_min.runtime.speed import Speedometer
+from picotron_min.runtime.speed import peak_flops, speeds
 from train import Run, build_run
 
 # Relative: bfloat16 rounds a lot. Random tokens cost ln V whatever a model does, so it is the
@@ -123,7 +123,7 @@ class Result(NamedTuple):
     micro_batch: int
     step_seconds: list[float]
     done: list[Done]  # by all steps, the warm-up included
-    speed: dict[str, float | None]  # and memory: see Speedometer
+    speed: dict[str, float | None]  # and memory: see runtime/speed.py
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -245,10 +245,10 @@ def time_steps(who: str, work: Work, size: int, step: Step, steps: int) -> Resul
         began = time.perf_counter()
         done.append(step(index))
         seconds.append(time.perf_counter() - began)
-    tokens_per_second = work.preset.tokens / statistics.median(seconds[WARMUP:])
-    speedometer = Speedometer(work.model_config, work.workload(1), work.device)
-    speed = speedometer.measure(tokens_per_second, devices=1)
-    return Result(who, size, seconds[WARMUP:], done, speed)
+    del seconds[:WARMUP]
+    peak, speed = peak_flops(work.device, "bfloat16"), work.preset.tokens / median(seconds)
+    numbers = speeds(work.model_config, work.workload(1), work.device, peak, speed)
+    return Result(who, size, seconds, done, numbers)
 
 
 @lru_cache(maxsize=1)
@@ -318,7 +318,7 @@ def line(r: Result, results: list[Result]) -> str:
     """A row of a preset's table; the ratio is of our fastest's speed so far to this one's."""
     speeds = [r.speed["tokens_per_second"] for r in results if "picotron-min" in r.contender]
     shares = [f"{r.speed[x]:.1%}" if r.speed[x] else "n/a" for x in ("mfu", "hfu")]
-    ms, speed = 1000 * statistics.median(r.step_seconds), r.speed["tokens_per_second"]
+    ms, speed = 1000 * median(r.step_seconds), r.speed["tokens_per_second"]
     numbers = f"{r.micro_batch:4}{ms:11.1f}{speed:11.0f}{shares[0]:>8}{shares[1]:>8}"
     ratio = max(speeds, default=0) / speed
     return f"{r.contender:28}{numbers}{r.speed['memory_gb']:7.1f}{ratio:11.3f}"

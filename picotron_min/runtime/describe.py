@@ -8,17 +8,15 @@ calls in place of its class's forward. No dataset is read, and nothing is writte
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from picotron_min.collectives import Ledger
 from picotron_min.extensions.build import build_model
 from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes, build_axes
@@ -46,9 +44,18 @@ class Log:
         if self.is_on:
             self.lines.append((self.layer, line))
 
-    def note_module(self, name: str, kind: str) -> None:
+    def note_module(self, name: str, kind: str, *_) -> None:
         self.layer = name.split(".")[2] if name.startswith("model.layers.") else ""
         self.note(f"  {name}: {kind}")
+
+    def note_message(
+        self, axis: str, record: Callable, collective: str, tensor: Tensor, share: float = 1.0
+    ) -> None:
+        """In place of the `record` of an axis' ledger."""
+        record(collective, tensor, share)
+        if share:
+            sent = f"{share * tensor.nbytes:,.0f} bytes"
+            self.note(f"      {collective} over {axis}: {sent}, of {[*tensor.shape]}")
 
     @contextmanager
     def watch(self, action: Action) -> Iterator[None]:
@@ -65,20 +72,6 @@ class Log:
             alike = [line.replace(f"layers.{layer}.", "") for line in block]
             yield from [f"  model.layers.{layer}: the same"] if layer and alike == before else block
             before = alike
-
-
-class NotedLedger(Ledger):
-    """A ledger that also notes each message when it is sent."""
-
-    def __init__(self, axis: str, log: Log) -> None:
-        super().__init__()
-        self.axis, self.log = axis, log
-
-    def record(self, collective: str, tensor: torch.Tensor, share: float = 1.0) -> None:
-        super().record(collective, tensor, share)
-        if share:
-            sent = f"{share * tensor.nbytes:,.0f} bytes"
-            self.log.note(f"      {collective} over {self.axis}: {sent}, of {[*tensor.shape]}")
 
 
 def describe(config: Config, monitor: RankMonitor) -> None:
@@ -101,12 +94,11 @@ def describe(config: Config, monitor: RankMonitor) -> None:
 def lines_of_a_step(model: ParallelModel, axes: Axes, config: Config) -> list[str]:
     log, workload = Log(), config.workload
     for axis in axes:
-        axis.ledger = NotedLedger(axis.name, log)
+        axis.ledger.record = partial(log.note_message, axis.name, axis.ledger.record)
     for chunk in model.pipeline.chunks:
         for name, module in chunk.model.named_modules():
             if name.count(".") in (1, 3) or "forward" in vars(module):
-                note = partial(log.note_module, name, _kind(module))
-                module.register_forward_pre_hook(lambda *_, note=note: note())
+                module.register_forward_pre_hook(partial(log.note_module, name, _kind(module)))
         head = chunk.model.lm_head
         if loss := getattr(head, "loss", None):  # what training calls instead of forward
             note = partial(log.note_module, "lm_head", _kind(head))

@@ -35,7 +35,7 @@ from picotron_min.runtime.metrics import (
     StepRecord,
     append_event,
 )
-from picotron_min.runtime.speed import Speedometer, device_name, memory_gb
+from picotron_min.runtime.speed import device_name, memory_gb, peak_flops, speeds
 from picotron_min.runtime.trace import Trace
 from picotron_min.runtime.wording import counted, human, shown
 
@@ -48,9 +48,9 @@ class Reporter(ExitStack):
         self.inputs, self.axes, config = inputs, axes, inputs.config
         logging, save_dir, writes = config.logging, config.checkpoint.save_dir, axes.world.rank == 0
         done, last = inputs.first_step, inputs.last_step
-        settings = inputs.model_config, config.workload, inputs.device
-        self.speedometer = Speedometer(*settings, writes)
-        self.start = start_of(inputs, self.speedometer.peak)
+        # A CPU takes up to a second to measure: only for the rank whose records are read.
+        self.peak = peak_flops(inputs.device, config.workload.dtype) if writes else None
+        self.start = start_of(inputs, self.peak)
         self.run_log = Path(save_dir, RUN_LOG) if writes else None
         if writes:
             make_room(Path(save_dir), inputs.start)
@@ -98,6 +98,8 @@ class Reporter(ExitStack):
             attended, layout = batches.attended_length(step - 1), config.layout
             if layout.cp > 1 and layout.cp_engine == "ring":
                 measures["cp_imbalance"] = batches.ring_imbalance(step - 1, layout.cp)
+        speed = batches.tokens_per_step / seconds
+        of = self.inputs.model_config, config.workload, self.inputs.device, self.peak, speed
         record = StepRecord(
             step=step,
             loss=result.loss,
@@ -107,9 +109,7 @@ class Reporter(ExitStack):
             step_seconds=seconds,
             comm_bytes=take_bytes(self.axes),
             measures=measures,
-            **self.speedometer.measure(
-                batches.tokens_per_step / seconds, config.world_size, attended
-            ),
+            **speeds(*of, config.world_size, attended),
         )
         self.log.write(record)
         self.console.step(record)

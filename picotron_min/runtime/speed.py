@@ -24,33 +24,28 @@ from picotron_min.runtime.hardware import (
 )
 
 
-class Speedometer:
-    """Turns tokens per second into a step record's measures of speed."""
+def speeds(
+    c: ModelConfig,
+    work: Workload,
+    device: torch.device,
+    peak: float | None,
+    tokens_per_second: float,
+    devices: int = 1,
+    attended: float | None = None,
+) -> dict[str, float | None]:
+    """Fields of StepRecord: speeds, their shares of one device's peak, memory.
 
-    def __init__(
-        self, model_config: ModelConfig, work: Workload, device: torch.device, writes: bool = True
-    ) -> None:
-        # A CPU takes up to a second to measure: only for the rank whose records are read.
-        self.peak = peak_flops(device, work.dtype) if writes else None
-        self._device, self._model_config, self._work = device, model_config, work
-
-    def measure(
-        self, tokens_per_second: float, devices: int, attended: float | None = None
-    ) -> dict[str, float | None]:
-        """Fields of StepRecord: speeds, their shares of the peak, memory.
-
-        `attended`: the length of rows whose attention costs as much, if it is not seq_length.
-        """
-        c, work, speed = self._model_config, self._work, tokens_per_second / devices
-        attended = attended or work.seq_length
-        flops = {
-            "mfu": model_flops_per_token(c, attended),
-            "mfu_common": common_flops_per_token(c, work.seq_length),
-            "hfu": hardware_flops_per_token(c, attended, work.recompute),
-        }
-        shares = {name: self.peak and n * speed / self.peak for name, n in flops.items()}
-        speeds = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_device": speed}
-        return speeds | shares | {"memory_gb": memory_gb(self._device)}
+    `attended`: the length of rows whose attention costs as much, if it is not seq_length.
+    """
+    speed, attended = tokens_per_second / devices, attended or work.seq_length
+    flops = {
+        "mfu": model_flops_per_token(c, attended),
+        "mfu_common": common_flops_per_token(c, work.seq_length),
+        "hfu": hardware_flops_per_token(c, attended, work.recompute),
+    }
+    shares = {name: peak and n * speed / peak for name, n in flops.items()}
+    both = {"tokens_per_second": tokens_per_second, "tokens_per_second_per_device": speed}
+    return both | shares | {"memory_gb": memory_gb(device)}
 
 
 def device_name(device: torch.device) -> str:
