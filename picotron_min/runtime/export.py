@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from picotron_min.checkpoint import load
+from picotron_min.runtime.architectures import all_shapes
 from picotron_min.runtime.hugging_face import export_hf, write_card
 from picotron_min.runtime.launch import begin_process, exit_on_usage_error, set_environment
 from picotron_min.runtime.metadata import read_metadata
@@ -28,24 +29,21 @@ def main(arguments: list[str] | None = None) -> None:
         config = metadata.config
         set_environment()
         tokenizer = load_tokenizer(config.tokenizer)
-        dtype = getattr(torch, config.model.dtype)
-        weights = _empty(metadata.model.parameter_shapes(), dtype)
+        dtype, model = getattr(torch, config.model.dtype), metadata.model
         # The biases of routers are not rounded: their steps are below bfloat16's precision.
-        precise = torch.promote_types(dtype, torch.float32)
-        weights |= _empty(metadata.model.buffer_shapes(), precise)
+        dtypes = dict.fromkeys(model.buffer_shapes(), torch.promote_types(dtype, torch.float32))
+        shapes = all_shapes(model).items()
+        weights = {
+            name: torch.empty(shape, dtype=dtypes.get(name, dtype)) for name, shape in shapes
+        }
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         load(options.checkpoint, weights)  # rounds each tensor to its dtype
-        export_hf(options.folder, weights, metadata.model, tokenizer)
+        export_hf(options.folder, weights, model, tokenizer)
         dist.destroy_process_group()
-        layout = " x ".join(f"{axis} {n}" for axis, n in config.layout.sizes._asdict().items())
-        rows = {"model": config.model.name, "layout": layout, "step": metadata.step}
-        rows |= {"tokens": metadata.tokens_seen, "data": config.dataset.name}
-        write_card(options.folder, rows | {"tokenizer": config.tokenizer}, tokenizer)
+        rows = {"model": config.model.name, "step": metadata.step, "tokens": metadata.tokens_seen}
+        rows |= {"data": config.dataset.name, "tokenizer": config.tokenizer}
+        write_card(options.folder, rows, tokenizer)
     print(f"wrote {options.folder}")
-
-
-def _empty(shapes: dict[str, tuple], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 if __name__ == "__main__":

@@ -24,86 +24,81 @@ from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.tokenizer import Tokenizer
 from picotron_min.runtime.wording import explained
 
-READABLE = ("F64", "F32", "BF16", "F16")
 DERIVED = ".rotary_emb.inv_freq"  # follows from rope_theta; transformers once saved it per layer
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# A run may have shorter sequences; the other numbers show in the tensors, if they matter.
+MAY_DIFFER = {"max_position_embeddings", "tie_word_embeddings", "num_nextn_predict_layers"}
+MAY_DIFFER |= {"intermediate_size"}
 REMEDIES = (
     "Does model.name fit it? For files without lm_head set model.tie_word_embeddings to true, "
+    "for files without prediction layers set num_nextn_predict_layers to 0."
 )
-REMEDIES += "for files without prediction layers set num_nextn_predict_layers to 0."
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Numbers that may differ: the tensors themselves show whether weights fit. Not so the others: with
-# another rope_theta they would be useless.
-MAY_DIFFER = UNUSED | {"tie_word_embeddings", "num_nextn_predict_layers", "max_position_embeddings"}
 
 
 def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     """The folder of a model on this machine or on the hub, for load_hf; checked, not read.
 
-    Raises ValueError with the tensors, and the numbers of its config.json, that differ from the
-    model's, but for the fields `given` in the run's config.
+    Raises ValueError with the numbers of its config.json, and the tensors, that differ from the
+    model's, but for the numbers `given` in the run's config.
     """
     folder = fetch(name, "*.safetensors", "config.json")
     if (folder / "state.json").exists():
-        export = f"python -m picotron_min.runtime.export {folder} FOLDER"
-        raise ValueError(f"model.weights={name} is a checkpoint: export it first, with  {export}")
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:  # other files can run code
-        problem = f"model.weights={name} is no folder with .safetensors files"
-        raise ValueError(f"{problem}: save the model with transformers' save_pretrained")
-    left_out = _prefixes(layers_left_out(folder, model_config))
-    found = {key: t for key, t in _open_tensors(paths).items() if not key.startswith(left_out)}
+        raise ValueError(
+            f"model.weights={name} is a checkpoint: export it first, with  "
+            f"python -m picotron_min.runtime.export {folder} FOLDER"
+        )
+    if not any(folder.glob("*.safetensors")):  # other files can run code
+        raise ValueError(
+            f"model.weights={name} is no folder with .safetensors files: "
+            "save the model with transformers' save_pretrained"
+        )
+    found = {key: tensor for key, (_, tensor) in _open_tensors(folder).items()}
+    for layer in layers_left_out(folder, model_config):
+        found = {k: tensor for k, tensor in found.items() if f"model.layers.{layer}." not in k}
     copies = {copy: own for copy, own in _copies(model_config).items() if copy in found}
-    numbers, theirs = {*vars(model_config)} - MAY_DIFFER - given, _their_config(folder, model_config)
-    here, there = ({key: getattr(c, key) for key in numbers} for c in (model_config, theirs))
-    here |= (ours := all_shapes(model_config)) | {copy: ours[own] for copy, own in copies.items()}
-    there |= {key: _form(tensor) for key, tensor in found.items()}
-    differ = [key for key in sorted(here | there) if here.get(key) != there.get(key)]
-    if differ:
-        differ.sort(key=numbers.__contains__, reverse=True)  # they explain most
-        lines = [f"model.weights={name} is not the model of this config. {REMEDIES}"]
-        for key in differ[:5]:
-            both = there.get(key, "absent"), here.get(key, "absent")
-            lines.append("{} is {} there, and {} here".format(their_name(key, model_config), *both))
-        lines += [f"and {len(differ) - 5} more"] * (len(differ) > 5)
-        raise ValueError("\n".join(lines))
+    shapes = all_shapes(model_config)
+    shapes |= {copy: shapes[own] for copy, own in copies.items()}
+    of_files = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
+    numbers = vars(model_config), vars(_their_config(folder, model_config))  # they explain most
+    lines = []
+    for ours, theirs in (numbers, (shapes, of_files)):
+        for key in sorted((ours | theirs).keys() - given - MAY_DIFFER):
+            here, there = ours.get(key, "absent"), theirs.get(key, "absent")
+            if here != there:
+                lines.append(f"{their_name(key, model_config)} is {there} there, and {here} here")
+    if lines:
+        lines[5:] = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
+        what = f"model.weights={name} is not the model of this config. {REMEDIES}"
+        raise ValueError("\n".join([what, *lines]))
     for copy, own in copies.items():
         if not torch.equal(found[copy][:], found[own][:]):
-            problem = f"{copy} differs from {own}, and this model ties them"
-            raise ValueError(f"{problem}: set model.tie_word_embeddings to false, or use others")
+            raise ValueError(
+                f"{copy} differs from {own}, and this model ties them: "
+                "set model.tie_word_embeddings to false, or use others"
+            )
     return folder
 
 
-def _open_tensors(paths: list[Path]) -> dict[str, object]:
-    """All tensors of files by our names, not read yet; without what follows from others."""
+def _open_tensors(folder: Path) -> dict[str, tuple[str, object]]:
+    """Of each tensor in the files, by our name: the file's name for it, and itself, not read."""
     found = {}
-    for path in paths:
-        file = open_safetensors(path)
+    for path in sorted(folder.glob("*.safetensors")):
+        with explained(f"cannot read {path}", "it may be damaged: copy it again"):
+            file = safe_open(path, framework="pt")
         for key in sorted(file.keys()):
-            name, tensor = our_name(key), file.get_slice(key)
-            if name in found:
+            if (name := our_name(key)) in found:
                 raise ValueError(f"{key} of {path} is in another file, too: keep one of them")
-            if 0 not in tensor.get_shape() and not name.endswith(DERIVED):
-                found[name] = tensor
+            if not name.endswith(DERIVED):
+                found[name] = key, file.get_slice(key)
     return found
-
-
-def _form(tensor) -> tuple | str:
-    """The shape of a tensor, or why it is unusable."""
-    if (dtype := tensor.get_dtype()) in READABLE:
-        return tuple(tensor.get_shape())
-    return f"of dtype {dtype} (readable: {', '.join(READABLE)})"
 
 
 def _copies(c: ModelConfig) -> dict[str, str]:
     """What files may have twice: of a tied model, and the ends of a prediction layer."""
     head = {HEAD: EMBEDDING} if c.tie_word_embeddings else {}
     ends = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head.get(HEAD, HEAD)}
-    prefixes = _prefixes(range(c.num_hidden_layers, c.num_layers))
-    return head | {prefix + name: own for prefix in prefixes for name, own in ends.items()}
-
-
-def _prefixes(layers: range) -> tuple[str, ...]:
-    return tuple(f"model.layers.{layer}." for layer in layers)
+    layers = range(c.num_hidden_layers, c.num_layers)
+    return head | {f"model.layers.{i}.{name}": own for i in layers for name, own in ends.items()}
 
 
 def layers_left_out(folder: Path, model_config: ModelConfig) -> range:
@@ -121,15 +116,8 @@ def _their_config(folder: Path, model_config: ModelConfig) -> ModelConfig:
 
 def load_hf(folder: Path, parts: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Read the weights of a folder that find_weights has checked, on all ranks together."""
-    files = map(open_safetensors, sorted(folder.glob("*.safetensors")))
-    names = {our_name(key): key for file in files for key in sorted(file.keys())}
-    load(folder, {names[name]: part for name, part in parts.items()}, group)
-
-
-def open_safetensors(path: Path) -> safe_open:
-    """A file of named tensors; ValueError if it cannot be read, or is damaged."""
-    with explained(f"cannot read {path}", "it may be damaged: copy it again"):
-        return safe_open(path, framework="pt")
+    found = _open_tensors(folder)
+    load(folder, {found[name][0]: part for name, part in parts.items()}, group)
 
 
 def export_hf(
