@@ -3,13 +3,12 @@
 Most keys are fields of the dataclasses that the code computes with, and declared only there, with
 type, default and meaning: `keys_of` takes them over. The others are declared here. Names are those
 of picotron, so that its users' configs load; keys are added, none change meaning. A `~` at the
-start of a path is the home folder. config_file.py reads the file, config_checks.py and
-model_checks.py check that its keys fit each other.
+start of a path is the home folder. config_file.py reads the file, and config_checks.py checks that
+its keys fit each other and the model.
 """
 
 import os
 from dataclasses import MISSING, fields
-from operator import attrgetter
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
@@ -34,7 +33,9 @@ KEY |= {"flash_attention": "use_flash_attention", "count_zeros": "log_num_zeros_
 MOST = 10**8 - 1  # of any whole number: a step has eight digits in a checkpoint's name
 TYPES = {"pp_layers": list[PositiveInt] | None}
 TYPES |= {"betas": Annotated[list[Beta], Field(min_length=2, max_length=2)], "momentum": Beta}
-TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=1000)]}
+TYPES |= {"moe_expert_rank_capacity_factor": Annotated[float | None, Field(ge=1, le=1000)]}
+# Above 0, Megatron-LM draws the bias anew in each forward, which every layout has other ones of.
+TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=0)]}
 # Floats may be 0, but not these: the model divides by them.
 TYPES |= dict.fromkeys(
     ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), PositiveFloat
@@ -156,12 +157,6 @@ class Config(Section):  # the whole of config.json
     environment: Environment = Environment()
 
     @property
-    def data_order(self) -> dict[str, object]:
-        """All that decides which sequences a step trains on; the layout does not."""
-        order = {key: attrgetter(key)(self) for key in DATA_ORDER}
-        return order | {"dataset.tokenizer": self.tokenizer, "sequences a step": self.global_batch}
-
-    @property
     def tokenizer(self) -> str:
         return self.dataset.tokenizer or tokenizer_of(self.model.name)
 
@@ -201,9 +196,10 @@ class Config(Section):  # the whole of config.json
         return _build(Recipe, self.model, self.training, self.logging)
 
 
-OF_TEXT = ("name", "subset_name", "split", "text_column", "packing")
-DATA_ORDER = [f"dataset.{key}" for key in OF_TEXT]
-DATA_ORDER += [f"training.{key}" for key in ("seed", "seq_length", "num_samples", "eval_batches")]
+# What decides which text is read, and, with the global batch, which of its sequences a step has.
+SOURCE = [f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")]
+ORDER = ["dataset.packing", "training.seed", "training.seq_length", "training.eval_batches"]
+DATA_ORDER = [*SOURCE, "training.num_samples", *ORDER]
 
 
 def _build(kind: type, *sections: Section, **own):

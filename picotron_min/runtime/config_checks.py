@@ -1,21 +1,25 @@
 """Checks of config.json that no single key allows: its keys fit each other, files and the model."""
 
-import difflib
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
+from difflib import get_close_matches
 from operator import attrgetter
 
-from picotron_min.extensions.settings import LARGEST_BETA2, ModelConfig, chunks_problem
+from picotron_min.costs import layers_of_stages
+from picotron_min.extensions.settings import LARGEST_BETA2, Mixture, ModelConfig, chunks_problem
 from picotron_min.runtime.architectures import from_hf
 from picotron_min.runtime.config import Config, ConfigError
-from picotron_min.runtime.corpus import COMPRESSION, READERS
+from picotron_min.runtime.corpus import COMPRESSION, IDS, READERS
 from picotron_min.runtime.hub import fetch
 from picotron_min.runtime.json_file import read_json
-from picotron_min.runtime.model_checks import model_problems
 from picotron_min.runtime.public_models import PRESETS, find_preset
-from picotron_min.runtime.wording import choice, divisors, explained
+from picotron_min.runtime.wording import choice, divisors, explained, shown
+
+FP8_MULTIPLE = 16  # of all sizes of a product in 8 bits, on GPUs
+OF_EXPERTS = {name: getattr(Mixture, name) for name in Mixture.__annotations__}  # defaults
 
 
 def problems_of(config: Config) -> Iterator[str]:
@@ -30,10 +34,9 @@ def problems_of(config: Config) -> Iterator[str]:
 
 
 def _training_problems(config: Config) -> Iterator[str]:
-    t, tokens, steps = config.training, config.tokens_per_step, config.training.total_train_steps
+    t, steps = config.training, config.training.total_train_steps
     lowest, peak = t.min_learning_rate, t.learning_rate
-    decays = {"betas[1]": t.betas[1]} | ({"momentum": t.momentum} if t.optimizer == "muon" else {})
-    for name, decay in decays.items():
+    for name, decay in {"betas[1]": t.betas[1], "momentum": t.momentum}.items():
         if t.moments == "bfloat16" and decay > LARGEST_BETA2:
             why = f'{name}={decay} with moments="bfloat16": its average freezes by rounding'
             yield f"{why}: use at most {LARGEST_BETA2}, or moments float32"
@@ -41,17 +44,9 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield f"warmup_steps={t.warmup_steps}: must be below total_train_steps={steps}"
     if lowest > peak:
         yield f"min_learning_rate={lowest} is above learning_rate={peak}: use at most {peak}"
-    if t.max_tokens and t.max_tokens < tokens:
-        yield f"max_tokens={t.max_tokens}: must be at least {tokens}, the tokens of one step"
     if t.moe_pad_expert_input_to_capacity and not t.moe_expert_capacity_factor:
         needs = "moe_pad_expert_input_to_capacity=true needs moe_expert_capacity_factor"
         yield f"{needs}: set it, for example to 1.25"
-    if (factor := t.moe_expert_rank_capacity_factor or 1) < 1:
-        why = "below 1, the rows of a rank where all experts get as many tokens"
-        yield f"moe_expert_rank_capacity_factor={factor} is {why}: use 1 or more, for example 1.5"
-    if (bias := t.moe_router_force_biased or 0) > 0:
-        why = "would be new in each forward, of which every layout has a number of its own"
-        yield f"moe_router_force_biased={bias} {why}: use {-bias}, one bias a layer"
     if config.dataset.packing == "bfd" and not config.dataset.document_mask:
         why = 'packing="bfd" packs whole documents, which document_mask=false does not keep apart'
         yield f'{why}: set document_mask to true, or packing to "wrapped"'
@@ -65,10 +60,8 @@ def layout_problems(config: Config) -> Iterator[str]:
     pieces = math.lcm(ring, d.cp_size * (d.tp_size if d.sequence_parallel else 1))
     if rest := seq_length % pieces:
         good = choice(n for n in (seq_length - rest, seq_length - rest + pieces) if n)
-        causes = [f'cp_size={d.cp_size} with cp_engine="{d.cp_engine}"'] * (d.cp_size > 1)
-        if d.tp_size > 1 and d.sequence_parallel:
-            causes.append(f"tp_size={d.tp_size} with sequence_parallel=true")
-        why = f"which {' and '.join(causes)} need{'s' * (len(causes) == 1)}"
+        why = f'which cp_size={d.cp_size} with cp_engine="{d.cp_engine}" and tp_size={d.tp_size}'
+        why += f" with sequence_parallel={shown(d.sequence_parallel)} need"
         yield f"seq_length={seq_length} cannot be cut into {pieces} equal pieces, {why}: use {good}"
     if d.tp_overlap and not (d.sequence_parallel and d.overlap):
         needs = "sequence_parallel=true and overlap=true"
@@ -90,20 +83,20 @@ def _name_problems(config: Config) -> Iterator[str]:
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
-    start = config.checkpoint.load_path or "latest"
-    is_near = start != "latest" and difflib.get_close_matches(start, ["latest"])
+    start = config.checkpoint.load_path or ""
+    is_near = get_close_matches(start, ["latest"]) and start != "latest"
     if is_near and not os.path.exists(start):
         yield f'checkpoint.load_path={start}: there is no such folder: did you mean "latest"?'
 
 
 def _path_problems(config: Config) -> Iterator[str]:
     """What a run writes is in places of its own."""
-    save_dir, taken = config.checkpoint.save_dir, {}
-    paths = {"save_dir": save_dir, "run.jsonl": os.path.join(save_dir, "run.jsonl")}
-    paths |= {"metrics_file": config.metrics_file, "trace_file": config.logging.trace_file}
-    for key, name in paths.items():
-        if name and (other := taken.setdefault(os.path.realpath(name), key)) != key:
-            yield f"{key}={name}: the run itself writes {other} there: name another file"
+    save_dir, log = config.checkpoint.save_dir, config.logging
+    paths = (save_dir, os.path.join(save_dir, "run.jsonl"), config.metrics_file, log.trace_file)
+    for path, times in Counter(os.path.realpath(path) for path in paths if path).items():
+        if times > 1:
+            what = "metrics_file, trace_file, run.jsonl in save_dir, and save_dir"
+            yield f"{what} must differ, and two are {path}: name another file"
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
@@ -112,11 +105,11 @@ def _missing(name: str, built_in: list[str]) -> str | None:
         return None
     if "/" in name or name.endswith(FILES):
         return f"there is no {os.path.abspath(name)}: name a path that exists, or a hub id"
-    near = difflib.get_close_matches(name, built_in, cutoff=0.3) or built_in
+    near = get_close_matches(name, built_in, cutoff=0.3) or built_in
     return f"use {choice([*near, 'a local path', 'a hub id owner/name'])}"
 
 
-FILES = (*READERS, *COMPRESSION, ".npy", ".bin")
+FILES = (*READERS, *COMPRESSION, *IDS)
 
 
 def _on_hub(name: str) -> bool:
@@ -142,16 +135,107 @@ def resolve_model(config: Config) -> ModelConfig:
                 raise ValueError(problem)
             model_config = from_hf(read_json(fetch(name, "config.json") / "config.json"))
         model_config = model_config.override(**config.model.overrides)
-    if problems := [*model_problems(config, model_config), *_bytes_problems(config, model_config)]:
+    problems, V = [*model_problems(config, model_config)], model_config.vocab_size
+    if config.tokenizer == "bytes" and V > 2 * 257 and not config.model.vocab_size:
+        problems.append(
+            f"vocab_size={V} of model.name={name} is far above the 257 token ids of "
+            "dataset.tokenizer=bytes: leave it out for the model's own, or set vocab_size"
+        )
+    if problems:
         raise ConfigError(*problems)
     return model_config
 
 
-def _bytes_problems(config: Config, model_config: ModelConfig) -> Iterator[str]:
-    """Whether ids fit the model; other tokenizers are checked when they have been loaded."""
-    V, what = model_config.vocab_size, "token ids of dataset.tokenizer=bytes"
-    if config.tokenizer == "bytes" and V < 257:
-        yield f"vocab_size={V}: use at least 257, the {what}"
-    elif config.tokenizer == "bytes" and V > 2 * 257 and not config.model.vocab_size:
-        why = f"vocab_size={V} of model.name={config.model.name} is far above the 257 {what}"
-        yield f"{why}: leave it out for the model's own, or set vocab_size"
+def model_problems(config: Config, c: ModelConfig) -> Iterator[str]:
+    """Sentences, with numbers and remedy: why the config does not fit the model's numbers."""
+    layout, seq_length = config.layout, config.training.seq_length
+    tp, cp, longest = layout.tp, layout.cp, c.max_position_embeddings
+    heads = ("num_attention_heads", "num_key_value_heads")
+    cut = {f"{key}={getattr(c, key)}": getattr(c, key) for key in heads} | _mlps(c)
+    # The ranks divide tokens among them before these go to experts, also without sequence_parallel.
+    if c.num_local_experts and not layout.sequence_parallel and seq_length % cp == 0:
+        cut[f"seq_length={seq_length} / cp_size={cp} = {seq_length // cp}"] = seq_length // cp
+    yield from _uneven("tp_size", tp, cut)
+    if layout.cp_engine == "ulysses":
+        own = c.num_attention_heads // tp
+        made = f"num_attention_heads={c.num_attention_heads} / tp_size={tp} = {own}"
+        yield from _uneven("cp_size", cp, {made: own}, or_else=', or cp_engine="ring"')
+    if seq_length > longest:
+        where = f"max_position_embeddings={longest} of model.name={config.model.name}"
+        yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
+    for check in (_stage_problems, _depth_problems, _expert_problems, _fp8_problems):
+        yield from check(config, c)
+
+
+def _mlps(c: ModelConfig) -> dict[str, int]:
+    """The sizes of the MLPs that all tokens use, as messages show them."""
+    M, F, n, sizes = c.intermediate_size, c.moe_intermediate_size, c.n_shared_experts, {}
+    if not all(map(c.has_experts, range(c.num_hidden_layers))):
+        sizes[f"intermediate_size={M}"] = M
+    if c.num_local_experts and n:
+        sizes[f"n_shared_experts={n} x moe_intermediate_size={F} = {n * F}"] = n * F
+    return sizes
+
+
+def _uneven(key: str, size: int, numbers: dict[str, int], ranks=0, or_else="") -> Iterator[str]:
+    """Which of the numbers a size does not divide, and the sizes that divide all of them."""
+    for what, number in numbers.items():
+        if number % size:
+            good = divisors(math.gcd(ranks, *numbers.values()))
+            yield f"{key}={size} does not divide {what}: use {good}{or_else}"
+
+
+def _stage_problems(config: Config, c: ModelConfig) -> Iterator[str]:
+    layout, layers, offload = config.layout, c.num_hidden_layers, config.model.offload
+    stages, given = layout.num_stages, layout.pp_layers
+    made = f"pp_size={layout.pp} x pp_chunks={layout.pp_chunks} = {stages}"
+    if given and (len(given), sum(given)) != (stages, layers):
+        needs = f"{made} numbers with the sum num_hidden_layers={layers}"
+        yield f"pp_layers={list(given)}: must be {needs}, or null"
+    if stages > layers:
+        yield f"{made} stages exceed num_hidden_layers={layers}: use at most {layers}"
+    elif offload:
+        fewest = min(layers_of_stages(c, layout, config.training.seq_length))
+        if offload >= fewest:
+            why = f"the last layer of a stage stays on the device, and the smallest has {fewest}"
+            yield f"offload={offload}: {why}: use at most {fewest - 1}"
+
+
+def _depth_problems(config: Config, c: ModelConfig) -> Iterator[str]:
+    if (depths := c.num_nextn_predict_layers) and not config.training.mtp_loss_scaling_factor:
+        why = f"mtp_loss_scaling_factor=0 leaves num_nextn_predict_layers={depths} untrained"
+        yield f"{why}: raise it, or num_nextn_predict_layers to 0"
+
+
+def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:
+    d, X, F = config.distributed, c.num_local_experts, c.moe_intermediate_size
+    if X:
+        ranks = d.dp_size * d.cp_size * d.tp_size
+        yield from _uneven("ep_size", d.ep_size, {f"num_local_experts={X}": X}, ranks)
+        yield from _uneven("etp_size", d.etp_size, {f"moe_intermediate_size={F}": F}, ranks)
+        return
+    given = {"ep_size": d.ep_size, "etp_size": d.etp_size} | config.model.overrides
+    idle = OF_EXPERTS | {"ep_size": 1, "etp_size": 1, "mlp_only_layers": []}
+    idle["moe_intermediate_size"] = F  # a shape that is written whole has it
+    if others := [f"{k}={shown(v)}" for k, v in given.items() if k in idle and v != idle[k]]:
+        why = f"model.name={config.model.name} has no experts, but {', '.join(others)}"
+        yield f"{why}: set num_local_experts, or leave the rest out"
+
+
+def _fp8_problems(config: Config, c: ModelConfig) -> Iterator[str]:
+    m, d, t, layers = config.model, config.distributed, config.training, c.num_hidden_layers
+    if m.fp8 and 2 * m.fp8_skip >= layers:
+        why = f"fp8_skip={m.fp8_skip} leaves no layer of num_hidden_layers={layers} in FP8"
+        yield f"{why}: use at most {(layers - 1) // 2}, or fp8=false"
+    if not m.fp8 or d.use_cpu:
+        return
+    if m.dtype != "bfloat16":  # see choose_product in precision/float8.py
+        why = f'fp8=true multiplies in 8 bits on GPUs only with dtype="bfloat16", not "{m.dtype}"'
+        yield f"{why}: set that, or fp8 to false, or use_cpu to true to try it"
+    sizes = {f"{what} / tp_size={d.tp_size}": n / d.tp_size for what, n in _mlps(c).items()}
+    tokens = f"micro_batch_size={t.micro_batch_size} x seq_length={t.seq_length}"
+    sizes[f"{tokens} / cp_size={d.cp_size}"] = t.micro_batch_size * t.seq_length / d.cp_size
+    for what, size in (sizes | {"hidden_size": c.hidden_size}).items():
+        if size % FP8_MULTIPLE:
+            why = f"fp8=true needs multiples of {FP8_MULTIPLE} on GPUs, and {what} = {size:g}"
+            yield f"{why}: change it, or set fp8 to false"

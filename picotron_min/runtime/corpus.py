@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from picotron_min.runtime.config import Dataset
-from picotron_min.runtime.wording import explained
+from picotron_min.runtime.wording import choice, explained
 
 COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # as pyarrow calls them
+IDS = (".npy", ".bin")  # files of ready token ids: see ready_ids.py
 
 
 class Corpus(NamedTuple):
@@ -42,21 +43,19 @@ def find_corpus(dataset: Dataset) -> Corpus:
     if not path.exists():  # the config's checks allow no other name
         return Corpus("hub", [], [])
     if dataset.subset_name:
-        problem = f"subset_name={dataset.subset_name!r} is for the hub, but {path} is here"
-        raise ValueError(f"{problem}: set dataset.subset_name to null")
-    found = [*_walk(path)]
-    if any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
-        kind, files = "saved", [file for file in found if file.suffix in (".arrow", ".json")]
-    else:
-        names = {}  # a file may have two, and is read once
-        for file in found:
-            if _kind(file) and (file == path or not _is_hidden(file)):
-                names.setdefault(file.resolve(), file)
-        files = [*names.values()]
-        kind = _only_kind(path, files)
-    chosen = {file.resolve() for file in files}
-    rest = [str(file.relative_to(path)) for file in found if file.resolve() not in chosen]
-    return Corpus(kind, files, rest)
+        raise ValueError(
+            f"subset_name={dataset.subset_name!r} is for the hub, but {path} is here: "
+            "set dataset.subset_name to null"
+        )
+    found, files = [*_walk(path)], {}  # a file may have two names, and is read once
+    is_saved = any((path / mark).exists() for mark in ("state.json", "dataset_dict.json"))
+    for file in found:
+        is_seen = file == path or not _is_hidden(file)
+        if file.suffix in (".arrow", ".json") if is_saved else _kind(file) and is_seen:
+            files.setdefault(file.resolve(), file)
+    kind = "saved" if is_saved else _only_kind(path, [*files.values()])
+    rest = [str(file.relative_to(path)) for file in found if file.resolve() not in files]
+    return Corpus(kind, [*files.values()], rest)
 
 
 def _walk(path: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
@@ -86,12 +85,15 @@ def _kind(file: Path) -> str:
 def _only_kind(path: Path, files: list[Path]) -> str:
     examples = {READERS[_kind(file)]: str(file.relative_to(path)) for file in files}
     if not files:
-        kinds = f"{', '.join(READERS)}; these with {', '.join(COMPRESSION)}"
-        problem = f"{path} is no dataset, nor a folder of one: use {kinds}"
-        raise ValueError(f"{problem}; or one file of ids, .npy or .bin")
+        raise ValueError(
+            f"{path} is no dataset, nor a folder of one: use {', '.join(READERS)}; "
+            f"these with {', '.join(COMPRESSION)}; or one file of ids, {choice(IDS)}"
+        )
     if len(examples) > 1:
-        mixed = f"{len(examples)} kinds of dataset ({', '.join(examples.values())})"
-        raise ValueError(f"folder {path} mixes {mixed}: keep one kind in it")
+        raise ValueError(
+            f"folder {path} mixes {len(examples)} kinds of dataset "
+            f"({', '.join(examples.values())}): keep one kind in it"
+        )
     return _kind(files[0])
 
 
@@ -104,8 +106,10 @@ def open_documents(dataset: Dataset, corpus: Corpus) -> Iterator[str]:
     else:
         splits = _load(dataset, corpus)
     if dataset.split not in splits:
-        problem = f"dataset {dataset.name!r} has no split {dataset.split!r}"
-        raise ValueError(f"{problem}: set dataset.split to one of {[*splits]}")
+        raise ValueError(
+            f"dataset {dataset.name!r} has no split {dataset.split!r}: "
+            f"set dataset.split to one of {[*splits]}"
+        )
     return _documents(splits[dataset.split], column)
 
 
@@ -120,8 +124,9 @@ def _documents(sources: dict[object, Callable[[], Rows]], column: str) -> Iterat
                 yield _text(row, column)
                 done += 1
         except Exception as error:  # of many kinds
-            problem = f"cannot read {source}: document {done + 1}"
-            raise ValueError(f"{problem}: {error}: mend or remove it") from error
+            raise ValueError(
+                f"cannot read {source}: document {done + 1}: {error}: mend or remove it"
+            ) from error
 
 
 def _text(row: object, column: str) -> str:
@@ -130,8 +135,10 @@ def _text(row: object, column: str) -> str:
         row = json.loads(row) if row.strip() else {column: ""}
     text = row.get(column) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        remedy = "set dataset.text_column to a key that holds text"
-        raise ValueError(f"there is no text {column!r} in {row!r:.200} ({remedy})")
+        raise ValueError(
+            f"there is no text {column!r} in {row!r:.200} "
+            "(set dataset.text_column to a key that holds text)"
+        )
     text.encode()  # JSON can hold half a character, as of an emoji that was cut in two
     return text
 

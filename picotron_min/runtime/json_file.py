@@ -1,7 +1,6 @@
 """An object in a JSON file: config.json, ours and Hugging Face's, and what tokens are made from."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 from picotron_min.runtime.wording import explained
@@ -22,10 +21,12 @@ def parse_json(text: str) -> object:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
-    counts = Counter(key for key, _ in pairs)
-    if repeated := [key for key, count in counts.items() if count > 1]:
-        raise ValueError(f"an object repeats {', '.join(repeated)}: keep one of each")
-    return dict(pairs)
+    content = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"an object repeats {key}: keep one of them")
+        content[key] = value
+    return content
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from picotron_min.extensions.settings import ModelConfig
-from picotron_min.runtime.config import Config
-from picotron_min.runtime.folders import CHECKPOINT, checkpoints
+from picotron_min.runtime.config import ORDER, Config
+from picotron_min.runtime.folders import checkpoints
 from picotron_min.runtime.wording import explained, shown
 
 
 class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
-    """The content of state.json."""
+    """The content of state.json, which the Saver writes."""
 
     step: int = Field(ge=0, lt=10**8)
     skipped_steps: NonNegativeInt
@@ -24,12 +24,6 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
     data: dict[str, str] = {}  # of the text and the tokenizer: see Inputs
 
 
-def metadata_of(config: Config, model: ModelConfig, data: dict[str, str], **counts: int) -> dict:
-    """The metadata of a checkpoint, but for its files, which the Saver knows."""
-    config = config.model_dump(by_alias=True)
-    return {**counts, "model": asdict(model), "config": config, "data": data}
-
-
 def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadata:
     """ValueError, with `option` in the remedy, unless the checkpoint is whole."""
     older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
@@ -37,8 +31,6 @@ def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadat
     remedy = f"name another one in {option}" + f", for example {best}" * bool(best)
     with explained(f"cannot use the checkpoint {folder}", remedy):
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
-        if folder.match(CHECKPOINT) and folder.name != f"step-{metadata.step:08d}":
-            raise ValueError(f"step is {metadata.step}, unlike the folder's name")
         for name, size in metadata.files.items():
             # If one were missing, torch would load the rest, and leave a gap in a tensor.
             if (found := (folder / name).stat().st_size) != size:
@@ -51,9 +43,10 @@ def read_to_resume(folder: Path, model_config: ModelConfig, optimizer: str) -> M
     metadata = read_metadata(folder)
     before = asdict(metadata.model) | {"optimizer": metadata.config.training.optimizer}
     if changes := _changes(before, asdict(model_config) | {"optimizer": optimizer}):
-        problem = f"the checkpoint {folder} is of another run: {'; '.join(changes.values())}"
-        remedy = "Set them as they were, or start anew with checkpoint.load_path null"
-        raise ValueError(f"{problem}. {remedy}")
+        raise ValueError(
+            f"the checkpoint {folder} is of another run: {'; '.join(changes.values())}. "
+            "Set them as they were, or start anew with checkpoint.load_path null"
+        )
     return metadata
 
 
@@ -67,11 +60,8 @@ def _changes(before: dict, now: dict) -> dict[str, str]:
 
 
 # Not all that a step's result depends on: the keys that are most often changed by mistake.
-LEARNED = ("learning_rate", "schedule", "total_train_steps", "weight_decay", "betas")
-LEARNED = [*(f"training.{key}" for key in LEARNED), "model.dtype"]
-# Where the text is read from: if the text itself is the same, a change is no warning.
-OF_SOURCE = {f"dataset.{key}" for key in ("name", "subset_name", "split", "text_column")}
-OF_SOURCE |= {"training.num_samples"}
+LEARNED = ["training.learning_rate", "training.schedule", "training.total_train_steps"]
+LEARNED += ["training.weight_decay", "training.betas", "model.dtype"]
 EFFECTS = dict.fromkeys(LEARNED, "the new value counts") | {"the tokenizer": "ids mean other text"}
 EFFECTS["the text"] = (
     "other data is seen; held-out text has moved, so that what was validated on may be trained on"
@@ -79,10 +69,14 @@ EFFECTS["the text"] = (
 
 
 def resume_warnings(metadata: Metadata, config: Config, data: dict[str, str]) -> list[str]:
-    """What changes the order of the data, or what a step learns, and differs from the saved run."""
-    both = metadata.config, config
-    was, now = ({key: attrgetter(key)(c) for key in LEARNED} | c.data_order for c in both)
-    same = OF_SOURCE if metadata.data.get("the text") == data["the text"] else set()
+    """What changes the order of the data, or what a step learns, and differs from the saved run.
+
+    Where the text is read from makes no difference, if it is the same text.
+    """
+    was, now = (
+        {key: attrgetter(key)(c) for key in LEARNED + ORDER} | {"sequences a step": c.global_batch}
+        for c in (metadata.config, config)
+    )
     changes = _changes(was | metadata.data, now | (data if metadata.data else {}))
-    told = {key: change for key, change in changes.items() if key not in same}
-    return [f"{c}: from here on {EFFECTS.get(k, 'other data is seen')}" for k, c in told.items()]
+    seen = "other data is seen"
+    return [f"{change}: from here on {EFFECTS.get(k, seen)}" for k, change in changes.items()]

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,8 @@ class Saver:
         What a skipped step leaves has learned nothing, or may have diverged: to save it could cost
         a good checkpoint, by `keep`. The next good step saves instead.
         """
-        skipped, is_due = self.run.skipped, self.inputs.is_due(step, self.settings.save_frequency)
-        self.is_due = self.is_due or is_due or is_last
+        skipped = self.run.skipped
+        self.is_due |= is_last or self.inputs.is_due(step, self.settings.save_frequency)
         if self.is_due and skipped.has_learned and (is_last or not skipped.in_a_row):
             began = time.perf_counter()
             self.save(step)
@@ -48,13 +49,16 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Write the checkpoint after `step` steps; in the background, from a copy."""
-        from picotron_min.runtime.metadata import metadata_of  # needs pydantic
-
         self.wait()
-        model, counts = self.run.model, {"step": step, "skipped_steps": self.run.skipped.total}
-        counts["tokens_seen"] = self.run.batches.tokens_seen(step)
-        inputs = self.inputs
-        metadata = metadata_of(inputs.config, inputs.model_config, inputs.data, **counts)
+        model, inputs = self.run.model, self.inputs
+        metadata = {  # without its files: see metadata.py
+            "step": step,
+            "skipped_steps": self.run.skipped.total,
+            "tokens_seen": self.run.batches.tokens_seen(step),
+            "model": asdict(inputs.model_config),
+            "config": inputs.config.model_dump(by_alias=True),
+            "data": inputs.data,
+        }
         tensors = training_tensors(model.parameters, model.buffers, self.run.optimizer)
         if self.settings.in_background:
             tensors = self._copy(tensors)
@@ -105,14 +109,14 @@ class Saver:
         finite = all(parameter.isfinite().all() for parameter in model.parameters.values())
         finite = torch.tensor(finite, dtype=torch.uint8)
         dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.group)  # of all ranks
-        if not finite:
-            why = "the weights are not finite: no model is written"
-            raise FloatingPointError(f"{why}. Resume from an earlier checkpoint, or start anew")
-        skipped = self.run.skipped
+        problem, skipped = None if finite else "the weights are not finite", self.run.skipped
         if skipped.in_a_row and not skipped.has_learned:
-            why = "the gradient was not finite in any step, so that nothing was learned"
-            remedy = "Start from other weights, or from an earlier checkpoint"
-            raise FloatingPointError(f"{why}: no model is written. {remedy}")
+            problem = "the gradient was not finite in any step, so that nothing was learned"
+        if problem:
+            raise FloatingPointError(
+                f"{problem}: no model is written. "
+                "Resume from an earlier checkpoint, or start anew, from other weights"
+            )
         dtype = getattr(torch, inputs.config.model.dtype)
         weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
         parts = model.parts_of_whole(weights)

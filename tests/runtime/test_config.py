@@ -10,29 +10,24 @@ import pytest
 
 from picotron_min.runtime import config_checks
 from picotron_min.runtime.architectures import to_hf
-from picotron_min.runtime.config import SECTIONS, Config, ConfigError
+from picotron_min.runtime.config import Config, ConfigError
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config, parse_config
 from picotron_min.runtime.public_models import PRESETS
 
 ROOT = Path(__file__).parents[2]
 
-PICOTRON_TEMPLATE = """{
-    "distributed": {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": 1, "pp_engine": "1f1b",
-                    "backend": "nccl", "use_cpu": false},
-    "model": {"name": "HuggingFaceTB/SmolLM-360M-Instruct", "num_hidden_layers": 16,
-              "num_attention_heads": 16, "num_key_value_heads": 4, "dtype": "bfloat16",
-              "use_flash_attention": true, "use_fused_adam": true},
-    "training": {"seed": 42, "learning_rate": 1, "total_train_steps": 200, "seq_length": 1024,
-                 "micro_batch_size": 32, "gradient_accumulation_steps": 1, "num_samples": 400000,
-                 "max_tokens": null},
-    "dataset": {"name": "roneneldan/TinyStories", "subset_name": null, "num_workers": 0,
-                "num_proc": 4},
-    "checkpoint": {"save_dir": "ckpt", "save_frequency": 300, "load_path": ""},
-    "logging": {"use_wandb": false, "project_name": "picotron", "run_name": null},
-    "environment": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "FLASH_ATTEN": "1",
-                    "HF_TOKEN": null}
-}"""
+PICOTRON_TEMPLATE = """{"distributed": {"tp_size": 1, "cp_size": 1, "pp_size": 1, "dp_size": 1,
+    "pp_engine": "1f1b", "backend": "nccl", "use_cpu": false}, "model":
+    {"name": "HuggingFaceTB/SmolLM-360M-Instruct", "num_hidden_layers": 16, "dtype": "bfloat16",
+    "num_attention_heads": 16, "num_key_value_heads": 4, "use_flash_attention": true,
+    "use_fused_adam": true}, "training": {"seed": 42, "learning_rate": 1, "total_train_steps": 200,
+    "seq_length": 1024, "micro_batch_size": 32, "gradient_accumulation_steps": 1,
+    "num_samples": 400000, "max_tokens": null}, "dataset": {"name": "roneneldan/TinyStories",
+    "subset_name": null, "num_workers": 0, "num_proc": 4}, "checkpoint": {"save_dir": "~/ckpt",
+    "save_frequency": 300, "load_path": ""}, "logging": {"use_wandb": false, "run_name": null,
+    "project_name": "picotron"}, "environment": {"OMP_NUM_THREADS": "1", "HF_TOKEN": null,
+    "TOKENIZERS_PARALLELISM": "false", "FLASH_ATTEN": "1"}}"""
 
 SHORT = {"d": "distributed", "m": "model", "t": "training", "o": "dataset", "l": "logging"}
 SHORT |= {"e": "environment", "c": "checkpoint"}
@@ -61,43 +56,30 @@ BAD = """
 c.load_path=latset                      | there is no such folder: did you mean "latest"?
 t.seq_length="256"                      | training.seq_length="256": must be a valid integer
 t.learning_rate=NaN                     | learning_rate=NaN: must be a finite number
-t.seq_length=null                       | training.seq_length=null: must be a valid integer
-t.grad_clip=0                           | grad_clip=0: must be greater than 0
-t.betas=[0.9,1]                         | betas.1=1: must be less than 1
-t.schedule=cosin                        | must be 'constant', 'cosine' or 'wsd'
 t.total_train_steps=100000000           | must be less than or equal to 99999999
-d.dp_size=0                             | dp_size=0: must be greater than or equal to 1
-m.name=                                 | model.name="": must have at least 1 character
 e.HF_TOKEN=hf_secret                    | HF_TOKEN must be null: delete it, and run  export HF_T
 t.learning_rat=1                        | learning_rat is not known: did you mean learning_rate?
 m.seq_length=64                         | did you mean training.seq_length?
 l.zzz=1                                 | logging.zzz is not known: use log_num_zeros_in_grad, use_
 t.warmup_steps=200                      | must be below total_train_steps=200
 t.min_learning_rate=0.1                 | is above learning_rate=0.0003: use at most 0.0003
-t.max_tokens=100                        | must be at least 2048, the tokens of one step
 t.moe_pad_expert_input_to_capacity=true | needs moe_expert_capacity_factor: set it
-t.moe_expert_rank_capacity_factor=0.5   | is below 1, the rows of a rank
-t.moe_router_force_biased=0.5           | use -0.5, one bias a layer
+t.moe_expert_rank_capacity_factor=0.5   | must be greater than or equal to 1
+t.moe_router_force_biased=0.5           | must be less than or equal to 0
 t.seq_length=4096                       | is above max_position_embeddings=2048 of model.name=tiny
 o.packing=bfd                           | set document_mask to true, or packing to "wrapped"
 o.name=stdlb                            | dataset.name=stdlb: use stdlib, a local path or a hub id
 o.name=nowhere.txt                      | nowhere.txt: name a path that exists, or a hub id
-m.weights=./nowhere                     | model.weights=./nowhere: there is no /
 m.name=SmolLM-136M                      | SmolLM-136M: use SmolLM-360M, SmolLM-135M
 m.name=SmolLM-135M o.tokenizer=bytes    | vocab_size=49152 of model.name=SmolLM-135M is far above
-m.name=HuggingFaceTB/SmolLM-135M t.seq_length=4096      | above max_position_embeddings=2048
-m.vocab_size=256                                        | use at least 257, the token ids of
-m.num_attention_heads=3 m.num_key_value_heads=1         | does not divide hidden_size=128
 m.offload=4                                             | the smallest has 4: use at most 3
 d.pp_chunks=2 d.pp_engine=interleaved                   | needs more than pp_size=1: use more ranks
-d.pp_engine=zb_v                                        | needs more than pp_size=1: use more ranks
 d.pp_chunks=2 d.pp_size=2                               | 1f1b has 1 chunk a rank, not 2: use 1
 d.pp_size=2 d.pp_layers=[2,1]                           | 2 numbers with the sum num_hidden_layers=4
 d.tp_size=5 m.name=Llama-3.2-1B o.tokenizer=bytes m.vocab_size=512  | use 1, 2, 4 or 8
 d.pp_size=5                                             | exceed num_hidden_layers=4: use at most 4
 d.tp_size=8 m.num_key_value_heads=4                     | attention_heads=4: use 1, 2 or 4
 d.cp_size=4 t.seq_length=252 d.sequence_parallel=true   | into 8 equal pieces, which cp_size=4
-d.cp_size=2 d.tp_size=2 d.sequence_parallel=true t.seq_length=2 d.cp_engine=ulysses | use 4
 d.cp_size=4 d.tp_size=2 d.cp_engine=ulysses             | use 1 or 2, or cp_engine="ring"
 d.ep_size=4 d.etp_size=2 d.dp_size=3 d.tp_size=2 EIGHT  | 6: use a product of 1, 2, 3 or 6
 d.ep_size=16 d.dp_size=16 EIGHT                         | num_local_experts=8: use 1, 2, 4 or 8
@@ -114,7 +96,6 @@ m.n_group=4 m.num_experts_per_tok=3 m.scoring_func=sigmoid EIGHT   | groups of 2
 m.n_shared_experts=1 EIGHT                              | true exactly if n_shared_experts=1
 m.mlp_only_layers=[0,2] m.scoring_func=sigmoid EIGHT    | of 2 dense layers the first ones
 l.trace_file=checkpoints/metrics.jsonl                  | name another file
-l.metrics_file=./checkpoints/run.jsonl                  | name another file
 """
 quick = pytest.mark.quick
 
@@ -129,25 +110,24 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(row):
     assert len(found) == 1 or "d.tp_size" in text  # which may not divide several numbers
 
 
-@pytest.mark.parametrize(
-    "text,message",
-    [
-        ('{\n"training": {\n\t"seed": 1\n\t"betas": 2}}', "delimiter: line 4 column 2"),
-        ("", "config.json: Expecting value: line 1 column 1"),
-        ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
-        ("[" * 10**5, "cannot read"),
-        (b'{"training": "\xff"}', "can't decode byte 0xff"),
-        ('{"trainng": {}}', "trainng is not known: did you mean training?"),
-        ('{"seed": 1}', "seed is not known: did you mean training.seed?"),
-        ('{"training": 5}', "training=5: must be a valid dictionary"),
-        ('{"model": {"name": "a", "name": "b"}}', "an object repeats name: keep one"),
-        (None, "config.json: No such file"),
-    ],
-)
+# What is in a file, and a part of the sentence about it.
+FILES = [
+    ('{\n"training": {\n\t"seed": 1\n\t"betas": 2}}', "delimiter: line 4 column 2"),
+    ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
+    ("[" * 10**5, "cannot read"),
+    ("\xff", "can't decode byte 0xff"),
+    ('{"trainng": {}}', "trainng is not known: did you mean training?"),
+    ('{"seed": 1}', "seed is not known: did you mean training.seed?"),
+    ('{"model": {"name": "a", "name": "b"}}', "an object repeats name: keep one"),
+]
+
+
+@pytest.mark.parametrize("text,message", FILES, ids=range(len(FILES)))
 def test_a_mistake_in_the_file_is_located(tmp_path, text, message):
     path = tmp_path / "config.json"
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"config.json: No such file"):
+        load_config(path)
+    path.write_text(text, encoding="latin1")
     with pytest.raises(ValueError) as caught:
         load_config(path)
     assert message in str(caught.value)
@@ -171,43 +151,19 @@ def test_the_default_config_loads_and_an_empty_one_is_all_defaults():
     assert parse_config({}) == Config()
 
 
-def test_the_template_of_picotron_loads(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(PICOTRON_TEMPLATE)
-    config = load_config(path)
-    assert config.checkpoint.load_path is None and config.training.learning_rate == 1.0
+def test_the_template_of_picotron_loads(monkeypatch):
+    monkeypatch.setenv("HOME", "/nowhere")
+    raw = json.loads(PICOTRON_TEMPLATE)
+    config = parse_config(raw)
+    assert (config.checkpoint.load_path, config.checkpoint.save_dir) == (None, "/nowhere/ckpt")
     assert config.environment.OMP_NUM_THREADS == 1
     assert config.environment.TOKENIZERS_PARALLELISM is False
-    assert config.workload.flash_attention
     model = resolve_model(config)
     assert (model.num_hidden_layers, model.head_dim, model.hidden_size) == (16, 60, 960)
-
-
-def test_either_of_picotrons_switches_turns_flash_attention_off():
-    switches = ("", 'e.FLASH_ATTEN="0"', "m.use_flash_attention=false")
-    is_on = [parse_config(raw_of(text)).workload.flash_attention for text in switches]
+    # Either of two switches turns flash attention off.
+    off = {"environment": {"FLASH_ATTEN": "0"}}, {"model": {"use_flash_attention": False}}
+    is_on = [parse_config(raw | changes).workload.flash_attention for changes in ({}, *off)]
     assert is_on == [True, False, False]
-
-
-def test_a_tilde_is_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/nowhere")
-    assert parse_config(raw_of("c.save_dir=~/runs")).checkpoint.save_dir == "/nowhere/runs"
-    assert Path(Config().dataset.cache_dir).is_absolute()
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_resolves_by_its_full_and_its_short_name(name):
-    for spelling in (name, name.split("/")[-1], name + "-Instruct"):
-        assert resolve_model(parse_config({"model": {"name": spelling}})) == PRESETS[name]
-
-
-def test_any_number_of_the_model_can_be_overridden():
-    text = """m.vocab_size=300 m.hidden_size=64 m.intermediate_size=96 m.num_hidden_layers=3
-        m.num_attention_heads=8 m.num_key_value_heads=4 m.head_dim=16 m.rope_theta=5e5
-        m.rms_norm_eps=1e-6 m.tie_word_embeddings=false m.max_position_embeddings=512"""
-    model, given = resolve_model(parse_config(raw_of(text))), raw_of(text)["model"]
-    assert {name: getattr(model, name) for name in given} == given
-    assert resolve_model(parse_config(raw_of("m.hidden_size=64"))).head_dim == 16
 
 
 def test_a_local_folder_gives_the_model_and_its_tokenizer(tmp_path, monkeypatch):
@@ -217,7 +173,7 @@ def test_a_local_folder_gives_the_model_and_its_tokenizer(tmp_path, monkeypatch)
     raw = {"model": {"name": str(path.parent), "num_hidden_layers": 2}}
     model = resolve_model(config := parse_config(raw))
     assert (model.hidden_size, model.num_hidden_layers) == (960, 2)
-    assert config.tokenizer == config.data_order["dataset.tokenizer"] == str(path.parent)
+    assert config.tokenizer == str(path.parent)
     monkeypatch.chdir(tmp_path)  # a folder that is there comes before a hub id
     assert resolve_model(parse_config(raw_of("m.name=owner/llama"))).hidden_size == 960
     path.write_text('{"model_type": "gpt2"}')
@@ -227,18 +183,11 @@ def test_a_local_folder_gives_the_model_and_its_tokenizer(tmp_path, monkeypatch)
 
 
 def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
-    def offline(name, *files):
-        raise ValueError("no network")
-
-    monkeypatch.setattr(config_checks, "fetch", offline)
-    config = parse_config(raw_of("m.name=owner/llama t.seq_length=4096"))
-    with pytest.raises(ValueError, match=r"^model.name=owner/llama: no network"):
-        resolve_model(config)
-    path = tmp_path / "config.json"
     monkeypatch.setattr(config_checks, "fetch", lambda name, *files: tmp_path)
-    path.write_text(json.dumps(to_hf(PRESETS["meta-llama/Llama-3.2-1B"])))
-    assert resolve_model(config) == PRESETS["meta-llama/Llama-3.2-1B"]
-    path.write_text(json.dumps(to_hf(PRESETS["tiny"])))
+    config = parse_config(raw_of("m.name=owner/llama t.seq_length=4096"))
+    with pytest.raises(ValueError, match=r"^model.name=owner/llama: cannot read .*config.json"):
+        resolve_model(config)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
     with pytest.raises(ConfigError, match="seq_length=4096 is above max_position_embeddings=2048"):
         resolve_model(config)
 
@@ -246,11 +195,9 @@ def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
 # Configs without a mistake: what looks like one is none.
 GOOD = """
 d.dp_size=2 d.tp_size=2 d.ep_size=2 d.etp_size=2 EIGHT m.intermediate_size=383 m.n_shared_experts=1 m.scoring_func=sigmoid
-t.seq_length=255
 d.cp_size=4 d.cp_engine=ulysses d.sequence_parallel=true t.seq_length=252
 t.moe_aux_loss_coeff=0.1 t.moe_expert_capacity_factor=1.5 t.moe_router_force_load_balancing=true
 m.name=SmolLM-135M m.vocab_size=257 o.tokenizer=bytes
-m.vocab_size=512
 l.trace_file=t.json l.metrics_file=m.jsonl
 """  # noqa: E501
 
@@ -281,11 +228,3 @@ def test_a_config_is_checked_without_importing_torch():
         "assert not {'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-@pytest.mark.parametrize("value", [10**400, 1e300, -1, 0, [[]], {}, "", "x" * 10**6], ids=str)
-def test_no_value_of_any_key_ends_in_a_traceback(value):
-    for section in SECTIONS:
-        for key in SECTIONS[section]:
-            with contextlib.suppress(ConfigError):
-                parse_config({section: {key: value}})

@@ -1,11 +1,15 @@
 """The files of a dataset: each is read, or listed as not read, or refused."""
 
+import bz2
 import gzip
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
+import datasets
+import pyarrow.parquet
 import pytest
 
 from picotron_min.runtime.config import Dataset
@@ -36,28 +40,24 @@ def read(path, **options):
 
 
 def write_saved(folder: Path, text="text") -> None:
-    from datasets import Dataset as Saved
-    from datasets import DatasetDict
-
-    train, test = (Saved.from_dict({text: texts}) for texts in (["a", "b"], ["c"] * 2))
+    train, test = (datasets.Dataset.from_dict({text: texts}) for texts in (["a", "b"], ["c", "c"]))
     train.save_to_disk(folder / "one")
-    DatasetDict({"test": test, "train": train}).save_to_disk(folder / "two")
-    train.to_parquet(folder / "c.parquet")
+    datasets.DatasetDict({"test": test, "train": train}).save_to_disk(folder / "two")
+    # As pandas writes categories, and with a column that differs from row to row.
+    columns = {text: pyarrow.array(["a", "b"]).dictionary_encode(), "other": [{"x": 1}, None]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "c.parquet")
 
 
 @pytest.mark.parametrize("name", ["one", "two", "c.parquet", "d.jsonl", "d.json", "texts"])
 def test_every_kind_of_dataset_gives_the_same_documents(name, corpus, tmp_path):
     files = {"d.jsonl": rows("a", "b"), "d.json": '\n[{"text": "a"}, {"text": "b"}]'}
-    corpus(files | {"texts/1.txt": "a", "texts/deep/2.TXT": "b", "texts/.x.txt": "hidden"})
+    corpus(files | {"texts/1.txt": "a", "texts/deep/2.TXT": "b"})
     write_saved(tmp_path)
+    (tmp_path / "two" / "more.jsonl").write_bytes(rows("c"))
     assert read(tmp_path / name) == ["a", "b"]
-
-
-def test_a_split_is_chosen_and_what_lies_beside_a_saved_dataset_is_listed(tmp_path):
-    write_saved(tmp_path)
-    assert read(tmp_path / "two", split="test") == ["c", "c"]
-    (tmp_path / "two" / "more.jsonl").write_bytes(rows("b"))
-    assert find_corpus(Dataset(name=str(tmp_path / "two"))).not_read == ["more.jsonl"]
+    if name == "two":
+        assert read(tmp_path / name, split="test") == ["c", "c"]
+        assert find_corpus(Dataset(name=str(tmp_path / name))).not_read == ["more.jsonl"]
 
 
 @pytest.mark.quick
@@ -88,22 +88,13 @@ def test_names_that_other_readers_take_for_patterns_are_read(corpus):
 
 
 def test_every_compressed_file_is_read_to_its_end(corpus):
-    import bz2
-
-    import pyarrow
-
-    def zst(content):
-        sink = pyarrow.BufferOutputStream()
-        with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
-            stream.write(content)
-        return sink.getvalue().to_pybytes()
-
-    parts = rows("b"), rows("c")  # two in one file
-    files = {"corpus/1.jsonl": rows("a"), "corpus/5.JSONL.GZ": gzip.compress(rows("d"))}
-    kinds = {"2.jsonl.gz": gzip.compress, "3.json.zst": zst, "4.v1.jsonl.bz2": bz2.compress}
-    for name, compress in kinds.items():
-        files[f"corpus/{name}"] = b"".join(map(compress, parts))
-    assert read(corpus(files)) == ["a", *"bcbcbc", "d"]
+    zst = partial(pyarrow.compress, codec="zstd", asbytes=True)
+    kinds = {"2.jsonl.gz": gzip.compress, "3.json.zst": zst, "4.v1.JSONL.BZ2": bz2.compress}
+    files = {  # two parts in each
+        f"corpus/{name}": b"".join(map(compress, (rows("b"), rows("c"))))
+        for name, compress in kinds.items()
+    }
+    assert read(corpus(files | {"corpus/1.jsonl": rows("a")})) == ["a", *"bcbcbc"]
 
 
 def test_other_files_are_listed_as_not_read(corpus):
@@ -126,42 +117,22 @@ def test_only_the_column_of_text_is_read(corpus):
     assert [*filter(None, read(corpus(files)))] == [*"0123456789"]
 
 
-def test_of_parquet_only_the_column_of_text_is_read(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    category = pyarrow.array(["c", "d", "c"]).dictionary_encode()  # as pandas writes it
-    for name, columns in {
-        "a": {"text": ["a"]},
-        "b": {"n": [1], "text": pyarrow.array(["b"], pyarrow.large_string())},
-        "c": {"text": category, "n": [{"x": 1}] * 3},
-    }.items():
-        parquet.write_table(pyarrow.table(columns), tmp_path / f"{name}.parquet")
-    assert read(tmp_path) == ["a", "b", "c", "d", "c"]
-
-
 # What is in a file, and what is reported about it.
 MISTAKES = [
     ("a.jsonl", '{"body": "x"}', r"document 1: there is no text 'text' in {'body': 'x'} .set dat"),
-    ("a.jsonl", '{"text": "x"}\n{"text": null}', "document 2: there is no text 'text' in {'text'"),
-    ("a.jsonl", '"x"', "there is no text 'text' in 'x'"),
     ("a.jsonl", '{"text": "x"}\n\n{"te', "a.jsonl: document 3: .*: mend or remove it"),  # the line
     ("a.jsonl", '{"text": "\\ud83d"}', "document 1: .* surrogates not allowed: mend"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', "document 2: .* can't decode byte 0xff"),
     ("a.json", '\n [{"text": "x"}, {"te', "a.json: document 1: .*: line 2"),
     ("a.txt", b"\xff\xfe", "a.txt: .* can't decode byte 0xff"),
     ("a.parquet", "x" * 99, "cannot read .*a.parquet: .*: mend or remove it"),
-    ("c.parquet", None, "c.parquet: document 1: there is no text 'text' in {'n': 'a'}"),
-    (
-        "a.txt.gz",
-        gzip.compress(b"x" * 999, mtime=0)[:-9],
-        "cannot read .*a.txt.gz: .*: mend or remove it",
-    ),
+    ("c.parquet", None, "c.parquet: document 1: there is no text 'text' in {'n': 'a', 'other"),
+    ("a.txt.gz", gzip.compress(b"x" * 999)[:-9], "cannot read .*a.txt.gz: .*: mend or remove it"),
     ("a.docx", "x", "a.docx is no dataset, .*: use .txt, .jsonl, .json, .parquet; these with .gz"),
 ]
 
 
-@pytest.mark.parametrize("name,content,message", MISTAKES)
+@pytest.mark.parametrize("name,content,message", MISTAKES, ids=range(len(MISTAKES)))
 def test_a_mistake_is_reported_with_its_place_and_the_remedy(
     name, content, message, corpus, tmp_path
 ):
@@ -173,28 +144,22 @@ def test_a_mistake_is_reported_with_its_place_and_the_remedy(
         read(tmp_path / name)
 
 
-def test_options_and_folders_that_do_not_fit_are_reported(corpus, tmp_path):
+def test_options_and_folders_that_do_not_fit_are_reported(corpus, monkeypatch):
     folder = corpus({"corpus/a.txt": "x", "corpus/b.jsonl": "{}"})
-    write_saved(tmp_path)
-    cases = {r"mixes 2 kinds of dataset \(a.txt, b.jsonl\)": (folder, {})}
-    cases[r"no split 'dev': .* \['test', 'train'\]"] = tmp_path / "two", {"split": "dev"}
-    cases[r"no split 'dev': .* \['train'\]"] = folder / "a.txt", {"split": "dev"}
-    cases["subset_name='en' .* to null"] = folder / "a.txt", {"subset_name": "en"}
-    for message, (path, options) in cases.items():
+    file = folder / "a.txt"
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    subset, not_there = (
+        {"subset_name": "en"},
+        r"\(subset 'en', split 'train'\): Couldn't reach .*netw",
+    )
+    for path, options, message in (
+        (folder, {}, r"mixes 2 kinds of dataset \(a.txt, b.jsonl\)"),
+        (file, {"split": "dev"}, r"no split 'dev': .* \['train'\]"),
+        (file, subset, "subset_name='en' .* to null"),
+        ("no/thing", subset, not_there),
+    ):
         with pytest.raises(ValueError, match=message):
             read(path, **options)
-
-
-def test_a_dataset_that_the_hub_does_not_give_is_reported_with_what_was_tried(monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    message = r"'no/thing' \(subset 'en', split 'train'\): Couldn't reach .*network; or set datase"
-    with pytest.raises(ValueError, match=message):
-        read("no/thing", subset_name="en")
-
-
-def test_a_missing_package_is_named_with_what_needs_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs a package: .*pip install datasets, or .*\.npy"):
-        open_documents(Dataset(name="owner/text"), find_corpus(Dataset(name="owner/text")))
+        read("owner/text")

@@ -11,43 +11,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from picotron_min import checkpoint
-from picotron_min.mesh import Axes
-from picotron_min.runtime import saver
 from tests.core.test_checkpoint import State, make_config, make_training
 
 
-def current_devices_of_writers(folder: Path) -> list[int]:
-    """The CUDA device of the thread in each save; all of CUDA is a stand-in."""
-    current, seen = threading.local(), []  # CUDA's current device is each thread's own
-
-    def set_device(device: torch.device) -> None:
-        current.index = device.index
-
-    def save(*args) -> None:
-        seen.append(getattr(current, "index", 0))
-        checkpoint.save(*args)
-
-    device = torch.device("cuda", 3 + dist.get_rank())
+def devices_of_writers(folder: Path) -> list[tuple[bool, int]]:
+    """Of each save: whether another thread chose a CUDA device, and which; CUDA is a stand-in."""
+    chosen, main = [], threading.current_thread()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "set_device", set_device)
-        patch.setattr(saver, "save", save)
-        set_device(device)  # as at the start of a run, in the main thread
+        note = lambda device: chosen.append((threading.current_thread() != main, device.index))  # noqa: E731
+        patch.setattr(torch.cuda, "set_device", note)
         for in_background in (False, True):
             training = make_training(make_config(dp=2, **{"async": in_background}))
-            training.saver.device = device
+            training.saver.device = torch.device("cuda", 3 + dist.get_rank())
             training.save(folder, 1)
             training.saver.wait()
-    return seen
+    return chosen
 
 
 def test_the_writing_thread_uses_the_gpu_of_its_rank(pool, tmp_path):
-    assert pool.run(2, current_devices_of_writers, tmp_path) == [[3, 3], [4, 4]]
-
-
-def make_timeouts_short(axes: Axes) -> None:
-    for group in {dist.group.WORLD, *(axis.group for axis in axes)}:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    of_ranks = pool.run(2, devices_of_writers, tmp_path)
+    assert of_ranks == [[(True, 3)] * 2, [(True, 4)] * 2]
 
 
 def load_with_a_slow_rank(folder: Path) -> None:
@@ -56,7 +39,8 @@ def load_with_a_slow_rank(folder: Path) -> None:
     training.save(folder, 1)
     saved = State(training)
     training.step(1)
-    make_timeouts_short(training.axes)
+    for group in {dist.group.WORLD, *(axis.group for axis in training.axes)}:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     if dist.get_rank() == 0:
         time.sleep(1.5)
     training.load(folder / "step-00000001", 1)
