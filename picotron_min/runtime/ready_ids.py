@@ -28,24 +28,31 @@ def open_ids(name: str, vocab_size: int, end_of_text: int) -> tuple[np.ndarray, 
         _check_start(name, is_numpy)
         tokens = np.load(name, mmap_mode="r") if is_numpy else np.memmap(name, dtype, mode="r")
         if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
-            found = f"it has {tokens.ndim} axes of {tokens.dtype}, not one of uint16 or uint32"
-            raise ValueError(f"{found}: {_conversion(name, None, dtype)}")
-        largest, checksum, ends = 0, 0, [len(tokens)]
-        small, rows = np.zeros(4, int), len(tokens) // 4
+            raise ValueError(
+                f"it has {tokens.ndim} axes of {tokens.dtype}, not one of uint16 or uint32: "
+                f"{_conversion(name, None, dtype)}"
+            )
+        largest, checksum, ends, used = 0, 0, [len(tokens)], np.zeros(4, bool)
         for start in range(0, len(tokens), PART):
             part = tokens[start : start + PART]
             largest, checksum = max(largest, part.max()), zlib.crc32(part, checksum)
             ends = np.append(ends, start + 1 + np.flatnonzero(part == end_of_text))
-            # How many of places 0, 4, 8 ..., of 1, 5, 9 ... and so on have a number from -4 to 3.
-            small += (part[: len(part) // 4 * 4].reshape(-1, 4) + part.dtype.type(4) < 8).sum(0)
+            used |= part[: len(part) // 4 * 4].reshape(-1, 4).any(0)  # of places 0 to 3, 4 to 7 ...
         if largest == 0:
             raise ValueError("it has no id but 0: copy it again, or make it anew")
-        if rows > 8:  # of less nothing can be said
-            _check_width(name, small > 0.9 * rows, dtype)
+        if len(tokens) > 32 and not used[1::2].any():  # halves or quarters of wider ids
+            size, zeros = (2, "half") if used[2] else (4, "three of four")
+            size *= tokens.itemsize
+            raise ValueError(
+                f"{zeros} of its numbers are 0, as in ids of {size} bytes: "
+                f"{_conversion(name, f'<i{size}', dtype)}"
+            )
     if largest >= vocab_size:
-        problem = f"dataset.name={name}, read as {tokens.dtype}, has the token id {largest}, and"
-        remedy = "set model.vocab_size, or dataset.tokenizer to its maker's, or convert the ids"
-        raise ValueError(f"{problem} the model {vocab_size} ids: {remedy}")
+        raise ValueError(
+            f"dataset.name={name}, read as {tokens.dtype}, has the token id {largest}, "
+            f"and the model {vocab_size} ids: "
+            "set model.vocab_size, or dataset.tokenizer to its maker's, or convert the ids"
+        )
     return tokens, np.unique(ends), f"{checksum:08x}"
 
 
@@ -60,19 +67,6 @@ def _check_start(name: str, is_numpy: bool) -> None:
             cut = f"tail -c +{size + 1} {shlex.quote(name)} > ids.bin"
             begins = f"it begins with {size:,} bytes that {tool} puts before ids"
             raise ValueError(f"{begins}: run  {cut}")
-
-
-def _check_width(name: str, small: np.ndarray, dtype: str) -> None:
-    """ValueError for halves or quarters of wider ids.
-
-    small[i]: whether places i, i + 4, i + 8 ... have hardly any numbers but those near 0.
-    """
-    for order, upper in {"<": small[1::2], ">": small[::2]}.items():
-        if upper.all() and not small.all():
-            size = np.dtype(dtype).itemsize
-            size, places = (4 * size, "three of four") if small.sum() == 3 else (2 * size, "half")
-            problem = f"{places} of its numbers are near 0, as in ids of {size} bytes"
-            raise ValueError(f"{problem}: {_conversion(name, f'{order}i{size}', dtype)}")
 
 
 def _conversion(name: str, found: str | None, dtype: str) -> str:

@@ -19,13 +19,14 @@ import numpy as np
 from filelock import FileLock
 
 from picotron_min.runtime.config import Config
-from picotron_min.runtime.corpus import Corpus, find_corpus, open_documents
+from picotron_min.runtime.corpus import IDS, Corpus, find_corpus, open_documents
 from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.ready_ids import open_ids
 from picotron_min.runtime.tokenizer import Tokenizer
 from picotron_min.runtime.wording import explained, human
 
-VERSION = 4  # of what is written
+VERSION = 5  # of what is written
+TOKENS, ENDS = "tokens.bin", "documents.bin"
 BATCH = 64  # documents that are encoded together
 
 
@@ -53,10 +54,12 @@ def open_text(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
     mistakes, such as ids that a model of this vocabulary does not have.
     """
     if (ids := tokenizer.vocab_size) > vocab_size:
-        problem = f"dataset.tokenizer={config.tokenizer} has token ids up to {ids - 1}, and"
-        remedy = f"set model.vocab_size to {ids} or more, or dataset.tokenizer to the model's own"
-        raise ValueError(f"{problem} model.vocab_size={vocab_size}: {remedy}")
-    if os.path.isfile(config.dataset.name) and config.dataset.name.endswith((".npy", ".bin")):
+        raise ValueError(
+            f"dataset.tokenizer={config.tokenizer} has token ids up to {ids - 1}, and "
+            f"model.vocab_size={vocab_size}: "
+            f"set model.vocab_size to {ids} or more, or dataset.tokenizer to the model's own"
+        )
+    if os.path.isfile(config.dataset.name) and config.dataset.name.endswith(IDS):
         return _open_ids(config, tokenizer, vocab_size)
     corpus = find_corpus(config.dataset)
     folder = Path(config.dataset.cache_dir, _cache_key(config, tokenizer, corpus.files))
@@ -78,8 +81,10 @@ def _open_ids(config: Config, tokenizer: Tokenizer, vocab_size: int) -> TokenFil
         raise ValueError(f"num_samples and subset_name must be null: {name} has no documents apart")
     tokens, ends, checksum = open_ids(name, vocab_size, end)
     if config.dataset.document_mask and end not in tokens[ends[0] - 1 : ends[0]]:
-        problem = f"document_mask=true, but dataset.name={name} has no end-of-text id {end}"
-        raise ValueError(f"{problem}: set dataset.tokenizer to its maker's, or the mask to false")
+        raise ValueError(
+            f"document_mask=true, but dataset.name={name} has no end-of-text id {end}: "
+            "set dataset.tokenizer to its maker's, or the mask to false"
+        )
     return TokenFile(tokens, None, len(ends), ends, checksum)
 
 
@@ -99,37 +104,29 @@ def _write_token_file(folder: Path, config: Config, tokenizer: Tokenizer, corpus
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"  # 2 bytes halve the stream
     shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
     aside.mkdir()
-    counts, checksum, last_print = Counter(), 0, time.monotonic()
+    num_tokens, checksum, counts, last_print = 0, 0, Counter(), time.monotonic()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, aside, ignore_errors=True)  # after a mistake in the corpus
         documents = open_documents(config.dataset, corpus)
         documents = islice(documents, config.training.num_samples)
-        with (
-            open(aside / "tokens.bin", "wb") as tokens,
-            open(aside / "documents.bin", "wb") as ends,
-        ):
-            for part in _encoded(documents, config.dataset.num_proc, tokenizer):
-                (counts["num_tokens"] + part.lengths.cumsum(dtype=np.int64)).tofile(ends)
-                written = part.ids.astype(dtype).tobytes()
+        with open(aside / TOKENS, "wb") as tokens, open(aside / ENDS, "wb") as ends:
+            for ids, lengths, found in _encoded(documents, config.dataset.num_proc, tokenizer):
+                (num_tokens + lengths.cumsum(dtype=np.int64)).tofile(ends)
+                written = ids.astype(dtype).tobytes()
                 tokens.write(written)
-                checksum = zlib.crc32(written, checksum)
-                counts.update(part.counts)
+                num_tokens, checksum = num_tokens + len(ids), zlib.crc32(written, checksum)
+                counts.update(found)
                 if time.monotonic() > last_print + 30:
-                    print(f"tokenised {human(counts['num_tokens'])} tokens of {name}", flush=True)
+                    print(f"tokenised {human(num_tokens)} tokens of {name}", flush=True)
                     last_print = time.monotonic()
-        if not counts:
+        if not num_tokens:
             raise ValueError(f"dataset {name!r} holds no text")
-        more = {"dtype": dtype, "checksum": f"{checksum:08x}"}
-        write_json(aside / "metadata.json", {**counts, **more})
+        facts = {**counts, "dtype": dtype, "checksum": f"{checksum:08x}"}
+        write_json(aside / "metadata.json", facts)
         os.replace(aside, folder)
 
 
-class Part(NamedTuple):
-    """Some documents as ids."""
-
-    ids: np.ndarray  # of all of them, one after another
-    lengths: np.ndarray  # of each
-    counts: dict[str, int]
+Part = tuple[np.ndarray, np.ndarray, dict[str, int]]  # ids of documents, their lengths, and counts
 
 
 def _encoded(documents: Iterator[str], num_proc: int, tokenizer: Tokenizer) -> Iterator[Part]:
@@ -143,19 +140,19 @@ def _encoded(documents: Iterator[str], num_proc: int, tokenizer: Tokenizer) -> I
 
 def _encode(texts: list[str], tokenizer: Tokenizer) -> Part:
     end, ids = np.uint32(tokenizer.eos_token_id), tokenizer.encode(texts)
-    with_end = sum(bool((row == end).any()) for row in ids)
+    counts = {"num_bytes": sum(len(text.encode()) for text in texts)}
+    counts["with_end_inside"] = sum(bool((row == end).any()) for row in ids)
     ids = [np.append(row, end) for row in ids]
-    lengths, num_bytes = np.array([*map(len, ids)]), sum(len(text.encode()) for text in texts)
-    counts = {"num_tokens": int(lengths.sum()), "num_documents": len(ids), "num_bytes": num_bytes}
-    return Part(np.concatenate(ids), lengths, counts | {"with_end_inside": with_end})
+    return np.concatenate(ids), np.array([*map(len, ids)]), counts
 
 
 def _open_token_file(folder: Path) -> TokenFile:
-    metadata = read_json(folder / "metadata.json")
-    tokens = np.memmap(folder / "tokens.bin", dtype=metadata.pop("dtype"), mode="r")
-    ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
-    expected = metadata.pop("num_tokens"), metadata["num_documents"]
-    if (found := (len(tokens), len(ends))) != expected:
-        what = f"tokens and documents are {found} instead of {expected}"
-        raise ValueError(f"{folder} is damaged: {what}. Delete it, and it will be made again")
-    return TokenFile(tokens, ends=ends, **metadata)
+    facts = read_json(folder / "metadata.json")
+    tokens = np.memmap(folder / TOKENS, dtype=facts.pop("dtype"), mode="r")
+    ends = np.memmap(folder / ENDS, dtype=np.int64, mode="r")
+    if ends[-1] != len(tokens):
+        raise ValueError(
+            f"{folder} is damaged: its {len(tokens)} tokens should be {ends[-1]}. "
+            "Delete it, and it will be made again"
+        )
+    return TokenFile(tokens, num_documents=len(ends), ends=ends, **facts)
