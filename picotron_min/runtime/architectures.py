@@ -52,8 +52,10 @@ def _read_glm4_moe(hf: dict) -> dict:
 def _read_qwen2_moe(hf: dict) -> dict:
     inner, shared = hf["moe_intermediate_size"], hf["shared_expert_intermediate_size"]
     if shared % inner:
-        why = f"must be a multiple of moe_intermediate_size={inner}, the size of an expert"
-        raise ValueError(f"shared_expert_intermediate_size={shared}: {why}")
+        raise ValueError(
+            f"shared_expert_intermediate_size={shared}: must be a multiple of "
+            f"moe_intermediate_size={inner}, the size of an expert"
+        )
     dense = [i for i in range(hf["num_hidden_layers"]) if i in hf["mlp_only_layers"]]
     fields = {"n_shared_experts": shared // inner, "moe_shared_expert_gate": shared > 0}
     return fields | {"mlp_only_layers": dense}
@@ -115,8 +117,10 @@ def from_hf(hf: dict) -> ModelConfig:
 
     name = hf.get("model_type", "llama")
     if str(name) not in ARCHITECTURES:
-        only = ", ".join(map(repr, ARCHITECTURES))
-        raise ValueError(f"model_type={name!r:.60} is not supported: only {only} can be trained")
+        raise ValueError(
+            f"model_type={name!r:.60} is not supported: "
+            f"only {', '.join(map(repr, ARCHITECTURES))} can be trained"
+        )
     # It checks types, fills in what is absent, and reads both spellings of rope.
     hf = AutoConfig.for_model(**deepcopy(hf) | {"model_type": name}).to_dict()
     return _model(name, hf | hf["rope_parameters"])

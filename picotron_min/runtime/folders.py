@@ -40,8 +40,10 @@ def lock_folder(save_dir: Path) -> FileLock:
             raise ValueError(f"{where} is in use by another run: {remedy}") from None
     own = {*checkpoints(save_dir), *models(save_dir)}
     if others := sorted({*save_dir.glob(CHECKPOINT), *save_dir.glob("hf")} - own):
-        problem = f"{others[0]} is not of a run, and a run writes a folder of this name"
-        raise ValueError(f"{problem}: rename it, or set checkpoint.save_dir to another folder")
+        raise ValueError(
+            f"{others[0]} is not of a run, and a run writes a folder of this name: "
+            "rename it, or set checkpoint.save_dir to another folder"
+        )
     return lock
 
 
@@ -54,9 +56,11 @@ def check_shared(save_dir: Path, group: dist.ProcessGroup, patience: float) -> N
     deadline = time.monotonic() + patience  # NFS may show a file of another node only later
     while not (note.exists() and note.read_text() == name[0]):
         if time.monotonic() > deadline:
-            problem = f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: rank"
-            problem += f" {dist.get_rank()} does not see what rank 0 has written there"
-            raise OSError(f"{problem}. Name a folder that all nodes share")
+            raise OSError(
+                f"checkpoint.save_dir={save_dir} is not the same folder on all nodes: "
+                f"rank {dist.get_rank()} does not see what rank 0 has written there. "
+                "Name a folder that all nodes share"
+            )
         time.sleep(0.5)
 
 

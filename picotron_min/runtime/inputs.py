@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
     @property
     def first_step(self) -> int:
-        return self.metadata.step if self.metadata else 0
+        return self.batches.first_step
 
     @property
     def last_step(self) -> int:
@@ -98,8 +98,10 @@ def check_same(settings: dict[str, object], group: dist.ProcessGroup) -> None:
     expected = of_rank_0[0]
     keys = [key for key in settings if settings[key] != expected.get(key)]
     if listed := ", ".join(f"{k}={settings[k]!r}, not {expected.get(k)!r}" for k in keys):
-        what = f"rank {dist.get_rank()} was not started as rank 0: it has {listed}."
-        raise OSError(f"{what} Use the same config.json and files on all nodes")
+        raise OSError(
+            f"rank {dist.get_rank()} was not started as rank 0: it has {listed}. "
+            "Use the same config.json and files on all nodes"
+        )
 
 
 def read_inputs(config: Config, launch: Launch) -> Inputs:
@@ -108,10 +110,13 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         started = counted(launch.world_size, "process")
         print(f"starting {started}, reading {config.dataset.name} ...", flush=True)
     save_dir = Path(config.checkpoint.save_dir)
-    metadata, weights, lock, resumed = None, None, None, {}
+    metadata, weights, lock, resumed, meters = None, None, None, {}, []
     device = choose_device(launch, config.distributed.use_cpu)
     check_fp8(config, device)
-    meters = open_meters(config, device, launch)
+    if config.logging.log_energy:
+        from picotron_min.runtime.energy import open_meter
+
+        meters.append(open_meter(device, launch.local_rank, config.tokens_per_step))
     backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
     to_hf(model_config)  # a model that cannot be exported is refused now, not after its last step
@@ -153,17 +158,10 @@ def check_fp8(config: Config, device: torch.device) -> None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
-        why = f"model.fp8=true needs GPUs of compute capability 8.9 or more, not {major}.{minor}"
-        raise ValueError(f"{why}: set it to false, or use newer ones, such as L4, RTX 40 or H100")
-
-
-def open_meters(config: Config, device: torch.device, launch: Launch) -> list[Extension]:
-    """What the report measures in each step; ValueError if that is not possible."""
-    if not config.logging.log_energy:
-        return []
-    from picotron_min.runtime.energy import open_meter
-
-    return [open_meter(device, launch.local_rank, config.tokens_per_step)]
+        raise ValueError(
+            f"model.fp8=true needs GPUs of compute capability 8.9 or more, not {major}.{minor}: "
+            "set it to false, or use newer ones, such as L4, RTX 40 or H100"
+        )
 
 
 def open_data(
@@ -174,8 +172,14 @@ def open_data(
     For a resumed run see Batches.
     """
     d, t = config.distributed, config.training
-    same = t.model_dump(include={"seq_length", "seed", "micro_batch_size", "eval_batches"})
-    same |= {"num_micro_batches": t.gradient_accumulation_steps, "dp_size": d.dp_size}
-    positions = POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length)
-    same |= {"dp_rank": dp_rank, "positions": positions}
-    return open_batches(config.workload, depths, text, **same, **resumed)
+    return open_batches(
+        config.workload,
+        depths,
+        text,
+        **t.model_dump(include={"seq_length", "seed", "micro_batch_size", "eval_batches"}),
+        num_micro_batches=t.gradient_accumulation_steps,
+        dp_rank=dp_rank,
+        dp_size=d.dp_size,
+        positions=POSITIONS[d.cp_engine](cp_rank, d.cp_size, t.seq_length),
+        **resumed,
+    )

@@ -62,11 +62,11 @@ class HuggingFaceTokenizer:
         if tokenizer.eos_token_id is None:
             tokenizer.eos_token = next((t for t in END_OF_TEXT if t in vocabulary), None)
         if tokenizer.eos_token_id is None:
-            problem = f"tokenizer {name!r} has no end-of-text token to put between documents"
-            remedy = f'write {{"eos_token": "{END_OF_TEXT[0]}"}} to tokenizer_config.json beside'
-            remedy += " its tokenizer.json, and name their folder"
-            special = ", ".join(tokenizer.get_added_vocab()) or "none"
-            raise ValueError(f"{problem}: {remedy}; or one of its own ({special})")
+            raise ValueError(
+                f"tokenizer {name!r} has no end-of-text token to put between documents: "
+                f'write {{"eos_token": "{END_OF_TEXT[0]}"}} to tokenizer_config.json beside '
+                "its tokenizer.json, and name their folder"
+            )
         self._tokenizer, self.eos_token_id = tokenizer, tokenizer.eos_token_id
         self.vocab_size = max(self.eos_token_id, *vocabulary.values()) + 1
         self.bos_token_id = tokenizer.bos_token_id

@@ -16,19 +16,17 @@ from tests.core.test_checkpoint import names
 
 def make(folder: Path, content: str = "") -> Path:
     """What looks like the folder of a checkpoint or of a finished model."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     mark = "generation_config.json" if folder.name == "hf" else "state.json"
     (folder / mark).write_text(content)
     return folder
 
 
 def test_latest_is_the_newest_complete_checkpoint(tmp_path):
-    assert find_start(None, tmp_path) is None
     assert find_start("latest", tmp_path / "not yet") is None
     assert find_start("latest", tmp_path) is None
     for name in ("step-00000009", "step-00000010", ".step-00000020.partial", "step-final"):
         make(tmp_path / name)
-    (tmp_path / "step-00000030").write_text("a file")
     (tmp_path / "step-00000040").mkdir()  # the user's own
     make(tmp_path / "step-٠٠٠٠٠٠٩٩")  # digits, but not those of a run
     assert find_start("latest", tmp_path) == tmp_path / "step-00000010"
@@ -37,50 +35,34 @@ def test_latest_is_the_newest_complete_checkpoint(tmp_path):
     assert find_start(None, tmp_path) is None
 
 
-def test_the_oldest_checkpoints_are_deleted_and_no_folder_of_the_user(tmp_path):
-    for step in (2, 3, 4):
-        make(tmp_path / f"step-{step:08d}")
-    (tmp_path / "step-00000001").mkdir()
-    delete_older(tmp_path / "step-00000004", keep=2)
-    assert names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
-
-
 def test_what_killed_saves_have_left_is_deleted_and_nothing_else(tmp_path, capsys):
     leftovers = [".hf.deleted", ".hf.partial", ".step-00000001.deleted", ".step-00000004.partial"]
     others = [".git", ".photos.deleted", ".step-4.partial", ".step-final.deleted", "step-00000003"]
     for name in leftovers + others:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "content").touch()
-    (tmp_path / ".step-00000005.partial").write_text("a file")
+        (tmp_path / name / "content").mkdir(parents=True)
     make_room(tmp_path, None)
-    assert names(tmp_path) == sorted([*others, ".step-00000005.partial"])
+    assert names(tmp_path) == sorted(others)
     printed = capsys.readouterr().out
     assert all(str(tmp_path / name) in printed for name in leftovers)
-    make_room(tmp_path, None)
-    assert capsys.readouterr().out == ""
 
 
 def test_an_earlier_run_is_set_aside_and_nothing_is_lost(tmp_path, capsys):
-    own = ("step-by-step-guide", "step-final", "step-1", "step-000000010", "notes", "step-00000007")
+    own = ["notes", "step-000000010", "step-00000007", "step-1", "step-final"]
     for name in own:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "photo.jpg").touch()
-    make_room(tmp_path, None)
-    assert names(tmp_path) == sorted(own) and capsys.readouterr().out == ""
-    for run in (1, 2):
-        make(tmp_path / "step-00000010", f"run {run}")
+        (tmp_path / name / "photos").mkdir(parents=True)
+    for run in ("1", "2"):
+        make(tmp_path / "step-00000010", run)
         make(tmp_path / "hf")
-        (tmp_path / "metrics.jsonl").write_text(f"metrics {run}")
-        (tmp_path / "run.jsonl").write_text(f"starts {run}")
+        for name in ("metrics.jsonl", "run.jsonl"):
+            (tmp_path / name).write_text(run)
         # Also by a run that starts from a checkpoint elsewhere.
-        make_room(tmp_path, None if run == 1 else tmp_path / "notes" / "step-00000010")
-        assert f"it is now in {tmp_path / f'earlier-{run}'}\n" in capsys.readouterr().out
-    for run in (1, 2):
+        make_room(tmp_path, None if run == "1" else tmp_path / "notes" / "step-00000010")
         aside = tmp_path / f"earlier-{run}"
+        assert f"it is now in {aside}\n" in capsys.readouterr().out
         assert names(aside) == ["hf", "metrics.jsonl", "run.jsonl", "step-00000010"]
-        assert (aside / "metrics.jsonl").read_text() == f"metrics {run}"
-        assert (aside / "step-00000010" / "state.json").read_text() == f"run {run}"
-    assert names(tmp_path) == sorted(["earlier-1", "earlier-2", *own])
+        for name in ("metrics.jsonl", "step-00000010/state.json"):
+            assert (aside / name).read_text() == run
+    assert names(tmp_path) == ["earlier-1", "earlier-2", *own]
 
 
 def test_resuming_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, monkeypatch):
@@ -97,22 +79,20 @@ def test_resuming_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, m
     assert names(tmp_path) == ["earlier-1", "hf", "metrics.jsonl", "step-00000001"]
 
 
-@pytest.mark.parametrize("path", ["step-00000004", "step-00000004/notes", "hf/model"])
+@pytest.mark.parametrize("path", ["step-00000004", "hf/model"])
 def test_a_run_never_replaces_something_of_the_user(tmp_path, path):
     make(tmp_path / "step-00000002")
     lock_folder(tmp_path).release()
-    (tmp_path / path).parent.mkdir(exist_ok=True)
-    (tmp_path / path).write_text("notes")
+    (tmp_path / path).mkdir(parents=True)
     with pytest.raises(ValueError, match=r"(hf|step-00000004) is not of a run, .* rename it, or"):
         lock_folder(tmp_path)
-    assert (tmp_path / path).read_text() == "notes"
+    assert (tmp_path / path).exists()
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "file").touch()
-    for name, why in {"x" * 300: "File name too long", "file": "File exists"}.items():
-        with pytest.raises(ValueError, match=rf"=.*{name} cannot be .*{why}.* another folder"):
-            lock_folder(tmp_path / name)
+    with pytest.raises(ValueError, match=r"=.*file cannot be .*File exists.* another folder"):
+        lock_folder(tmp_path / "file")
     lock = lock_folder(tmp_path / "run")
     with pytest.raises(ValueError, match="run is in use by another run: wait for its end, or name"):
         lock_folder(tmp_path / "run")
@@ -126,47 +106,26 @@ def link(path: Path, elsewhere: Path) -> None:
 
 
 def test_a_link_is_deleted_but_not_what_it_leads_to(tmp_path):
-    run, disk = tmp_path / "run", tmp_path / "disk"
-    run.mkdir()
-    disk.mkdir()
-    for step in (1, 2):
-        make(run / f"step-{step:08d}")
-    link(run / "step-00000001", disk / "old")
+    run, old, new = tmp_path / "run", tmp_path / "old", tmp_path / "new"
+    link(make(run / "step-00000001"), old)
+    (run / "step-00000000").mkdir()  # the user's own
+    make(run / "step-00000002")
     delete_older(run / "step-00000002", keep=1)
     # As an interrupted deletion leaves it.
-    (run / ".step-00000001.deleted").symlink_to(disk / "old")
+    (run / ".step-00000001.deleted").symlink_to(old)
     make_room(run, run / "step-00000002")
-    assert names(run) == ["step-00000002"] and names(disk / "old") == ["state.json"]
-    link(run / "step-00000002", disk / "new")  # a run that resumes through one is not set aside
+    assert names(run) == ["step-00000000", "step-00000002"] and names(old) == ["state.json"]
+    link(run / "step-00000002", new)  # a run that resumes through one is not set aside
     make_room(run, find_start("latest", run))
-    assert names(run) == ["step-00000002"]
-
-
-def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
-    for step in (1, 2):
-        make(tmp_path / f"step-{step:08d}")
-    delete_older(tmp_path / "step-00000002", keep=1)
-    make_room(tmp_path, tmp_path / "step-00000002")
-    left = tmp_path / ".step-00000001.deleted"
-    assert capsys.readouterr().out.count(f"warning: cannot delete {left}") == 2
+    assert names(run) == ["step-00000000", "step-00000002"]
 
 
 def replace_a_link(run: Path) -> None:
-    def write(partial: Path) -> None:
-        make(partial / "hf").rename(partial / "new")
-
-    complete_or_absent(run / "hf", write)
+    complete_or_absent(run / "hf", lambda partial: (partial / "new").touch())
 
 
-@pytest.mark.parametrize("is_dangling", [False, True])
-def test_a_model_replaces_a_link_and_not_what_it_leads_to(pool, tmp_path, is_dangling):
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    run.mkdir()
-    if is_dangling:
-        (run / "hf").symlink_to(elsewhere)
-    else:
-        link(make(run / "hf"), elsewhere)
-    pool.run(1, replace_a_link, run)
-    assert names(run) == ["hf"] and names(run / "hf") == ["new"]
-    assert is_dangling or names(elsewhere) == ["generation_config.json"]
+def test_a_model_replaces_a_link_and_not_what_it_leads_to(pool, tmp_path):
+    link(make(tmp_path / "run" / "hf"), tmp_path / "elsewhere")
+    pool.run(1, replace_a_link, tmp_path / "run")
+    assert names(tmp_path / "run") == ["hf"] and names(tmp_path / "run" / "hf") == ["new"]
+    assert names(tmp_path / "elsewhere") == ["generation_config.json"]
