@@ -10,7 +10,7 @@ import pytest
 
 from picotron_min.runtime import config_checks
 from picotron_min.runtime.architectures import to_hf
-from picotron_min.runtime.config import Config, ConfigError
+from picotron_min.runtime.config import ConfigError
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import load_config, parse_config
 from picotron_min.runtime.public_models import PRESETS
@@ -59,7 +59,6 @@ t.learning_rate=NaN                     | learning_rate=NaN: must be a finite nu
 t.total_train_steps=100000000           | must be less than or equal to 99999999
 e.HF_TOKEN=hf_secret                    | HF_TOKEN must be null: delete it, and run  export HF_T
 t.learning_rat=1                        | learning_rat is not known: did you mean learning_rate?
-m.seq_length=64                         | did you mean training.seq_length?
 l.zzz=1                                 | logging.zzz is not known: use log_num_zeros_in_grad, use_
 t.warmup_steps=200                      | must be below total_train_steps=200
 t.min_learning_rate=0.1                 | is above learning_rate=0.0003: use at most 0.0003
@@ -139,16 +138,6 @@ def test_all_mistakes_of_keys_are_reported_at_once_and_then_all_that_does_not_fi
     assert [len(found), sum("not known" in problem for problem in found)] == [4, 2]
     fits = problems(raw_of("d.tp_size=3 t.warmup_steps=900 t.min_learning_rate=1 o.name=no.txt"))
     assert len(fits) == 5 and sum("tp_size=3" in problem for problem in fits) == 2
-
-
-def test_the_default_config_loads_and_an_empty_one_is_all_defaults():
-    config = load_config(ROOT / "config.json")
-    assert config.world_size == 4 and resolve_model(config) == PRESETS["tiny"]
-    t = config.training
-    assert config.global_batch == 2 * t.micro_batch_size * t.gradient_accumulation_steps
-    assert config.tokens_per_step == config.global_batch * t.seq_length
-    assert config.metrics_file == "checkpoints/tiny/metrics.jsonl"
-    assert parse_config({}) == Config()
 
 
 def test_the_template_of_picotron_loads(monkeypatch):

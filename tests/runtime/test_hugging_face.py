@@ -95,11 +95,6 @@ def test_a_tied_model_takes_a_head_that_equals_its_embedding_and_no_other(write)
     assert "without lm_head set model.tie_word_embeddings to true" in untied
 
 
-def test_an_unusable_config_beside_weights_is_refused_with_its_path(write):
-    (path := Path(folder := write(), "config.json")).write_text('{"model_type": "gpt2"}')
-    assert refusal(folder).startswith(f"model.weights: {path}: model_type='gpt2' is not supported")
-
-
 def test_folders_without_weights_and_damaged_files_are_refused(tmp_path):
     folder, path = str(tmp_path), tmp_path / "model.safetensors"
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
