@@ -28,7 +28,7 @@ DERIVED = ".rotary_emb.inv_freq"  # follows from rope_theta; transformers once s
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # A run may have shorter sequences; the other numbers show in the tensors, if they matter.
 MAY_DIFFER = {"max_position_embeddings", "tie_word_embeddings", "num_nextn_predict_layers"}
-MAY_DIFFER |= {"intermediate_size"}
+MAY_DIFFER |= {"intermediate_size", "moe_intermediate_size"}
 REMEDIES = (
     "Does model.name fit it? For files without lm_head set model.tie_word_embeddings to true, "
     "for files without prediction layers set num_nextn_predict_layers to 0."

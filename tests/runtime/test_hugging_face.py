@@ -74,6 +74,13 @@ def test_a_number_that_no_shape_shows_must_be_the_same(write, theirs, key, value
     assert str(find_weights(folder, ours, {key})) == folder
 
 
+def test_a_number_without_a_meaning_may_differ(write):
+    """The size of experts where there are none, and of an MLP that no layer has."""
+    dense = LLAMA.override(moe_intermediate_size=16, max_position_embeddings=9)
+    for theirs, ours in ((LLAMA, dense), (EXPERTS, EXPERTS.override(intermediate_size=99))):
+        assert find_weights(write(theirs), ours, set())
+
+
 def test_tensors_are_named_as_in_the_files_and_belong_to_one_file(write):
     prefix = "model.layers.1.block_sparse_moe."
     first, router = f"{prefix}experts.0.w1.weight", f"{prefix}gate.weight"
