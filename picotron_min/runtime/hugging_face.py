@@ -24,11 +24,11 @@ from picotron_min.runtime.json_file import read_json, write_json
 from picotron_min.runtime.tokenizer import Tokenizer
 from picotron_min.runtime.wording import explained
 
+READABLE = ("F64", "F32", "BF16", "F16")
 DERIVED = ".rotary_emb.inv_freq"  # follows from rope_theta; transformers once saved it per layer
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # A run may have shorter sequences; the other numbers show in the tensors, if they matter.
-MAY_DIFFER = {"max_position_embeddings", "tie_word_embeddings", "num_nextn_predict_layers"}
-MAY_DIFFER |= {"intermediate_size", "moe_intermediate_size"}
+MAY_DIFFER = UNUSED | {"max_position_embeddings", "tie_word_embeddings", "num_nextn_predict_layers"}
 REMEDIES = (
     "Does model.name fit it? For files without lm_head set model.tie_word_embeddings to true, "
     "for files without prediction layers set num_nextn_predict_layers to 0."
@@ -58,7 +58,7 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     copies = {copy: own for copy, own in _copies(model_config).items() if copy in found}
     shapes = all_shapes(model_config)
     shapes |= {copy: shapes[own] for copy, own in copies.items()}
-    of_files = {name: tuple(tensor.get_shape()) for name, tensor in found.items()}
+    of_files = {name: _form(tensor) for name, tensor in found.items()}
     numbers = vars(model_config), vars(_their_config(folder, model_config))  # they explain most
     lines = []
     for ours, theirs in (numbers, (shapes, of_files)):
@@ -88,9 +88,17 @@ def _open_tensors(folder: Path) -> dict[str, tuple[str, object]]:
         for key in sorted(file.keys()):
             if (name := our_name(key)) in found:
                 raise ValueError(f"{key} of {path} is in another file, too: keep one of them")
-            if not name.endswith(DERIVED):
-                found[name] = key, file.get_slice(key)
+            tensor = file.get_slice(key)
+            if not name.endswith(DERIVED) and 0 not in tensor.get_shape():  # experts of size 0
+                found[name] = key, tensor
     return found
+
+
+def _form(tensor) -> tuple | str:
+    """The shape of a tensor, or why it is unusable: whole numbers may be a quantised model's."""
+    if (dtype := tensor.get_dtype()) in READABLE:
+        return tuple(tensor.get_shape())
+    return f"of dtype {dtype} (readable: {', '.join(READABLE)})"
 
 
 def _copies(c: ModelConfig) -> dict[str, str]:

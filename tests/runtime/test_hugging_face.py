@@ -42,7 +42,9 @@ def refusal(folder: str, model_config: ModelConfig = LLAMA, given=()) -> str:
 def test_the_first_five_mistakes_in_weights_are_reported_at_once(write):
     q, up = (f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "mlp.up_proj"))
     changes = {q: torch.zeros(5, 32), up: None, "model.layers.7.mlp.up_proj.weight": torch.zeros(2)}
+    changes["model.norm.weight"] = torch.zeros(32, dtype=torch.int32)
     changes["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # of old versions
+    changes["model.layers.0.mlp.shared_experts.up_proj.weight"] = torch.zeros(0, 32)  # without any
     folder = write(tensors=changes, rms_norm_eps=0.1)
     first, *lines = refusal(folder).splitlines()
     assert "Does model.name fit it?" in first
@@ -51,6 +53,7 @@ def test_the_first_five_mistakes_in_weights_are_reported_at_once(write):
         f"{up} is absent there, and (48, 32) here",
         f"{q} is (5, 32) there, and (32, 32) here",
         "model.layers.7.mlp.up_proj.weight is (2,) there, and absent here",
+        "model.norm.weight is of dtype I32 (readable: F64, F32, BF16, F16) there, and (32,) here",
     ]
     assert "rms_norm_eps" not in refusal(folder, given=["rms_norm_eps"])
     assert re.search(r"\nand \d+ more$", refusal(folder, LLAMA.override(num_hidden_layers=6)))
@@ -66,6 +69,7 @@ GROUPED = EXPERTS.override(scoring_func="sigmoid", n_group=2, topk_group=2, num_
         (LLAMA, "rope_theta", 20000.0),
         (EXPERTS, "num_experts_per_tok", 3),
         (GROUPED, "routed_scaling_factor", 2.5),
+        (LLAMA.override(no_rope_layers=(1, 0)), "no_rope_layers", ()),
     ],
 )
 def test_a_number_that_no_shape_shows_must_be_the_same(write, theirs, key, value):
