@@ -1,0 +1,152 @@
+"""The page to play with: it shows what the trainer computes, and works in a browser."""
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from picotron_min.extensions.schedules.registry import SCHEDULES, plan_on_paper
+from picotron_min.extensions.schedules.simulator import peak_live
+from picotron_min.pipeline_messages import inputs_of
+from picotron_min.placement import part, placements
+from picotron_min.planner.links import ranks_of_axis
+from picotron_min.planner.memory import memory_of_ranks
+from picotron_min.planner.parameters import layers_of_ranks
+from picotron_min.planner.traffic import planned_traffic
+from picotron_min.report import explore_data as tables
+from picotron_min.report.explore import main
+from picotron_min.runtime.public_models import find_preset
+
+ROOT = Path(__file__).parents[2]
+PAGE, SCRIPT = ROOT / "docs/explore.html", ROOT / "picotron_min/report/explore_tables.js"
+NODE, CHROMIUM = shutil.which("node"), shutil.which("chromium")
+AXES, SENT = ("pp", "dp", "cp", "tp", "dp_cp", "dp_cp_tp"), ("pp", "cp", "tp", "dp_cp", "dp_cp_tp")
+
+
+def random_case(of: random.Random) -> dict:
+    L = {"pp": tables.MOST_RANKS, "dp": 2}
+    while math.prod(L.values()) > tables.MOST_RANKS:
+        L = {axis: of.choice(tables.SIZES) for axis in AXES[:4]}
+    rank = of.randrange(math.prod(L.values()))
+    L |= {"model": of.choice([*tables.WORKLOADS]), "engine": of.choice([*SCHEDULES])}
+    L |= {"m": of.choice(tables.SIZES), "zero": of.randrange(4), "sp": of.randrange(2)}
+    weight = of.choice([*tables.weights_of(L["model"])])
+    layer = of.randrange(find_preset(L["model"]).num_layers)
+    return {"L": L, "rank": rank, "weight": weight, "layer": layer}
+
+
+def layout_in(L: dict):
+    sizes, n = {axis: L[axis] for axis in ("dp", "cp", "tp")}, L["dp"] * L["cp"]
+    sp = L["sp"] == 1 and L["tp"] > 1
+    sharding = tables.ZERO[L["zero"] if n > 1 else 0]
+    return tables.layout_of(L["engine"], L["pp"], **sizes, sequence_parallel=sp, sharding=sharding)
+
+
+def expected(L: dict, rank: int, weight: str, layer: int) -> dict:
+    """What the page has to find, from the trainer."""
+    name, layout = L["model"], layout_in(L)
+    config, (work, device) = find_preset(name), tables.WORKLOADS[name]
+    work, shapes = replace(work, num_micro_batches=L["m"]), config.parameter_shapes()
+    full = tables.weights_of(name)[weight].replace(".0.", f".{layer}.")
+    of = placements(shapes, layout, tied=False)[full]
+    rows = {axis: ranks_of_axis(layout, axis, rank) for axis in AXES}
+    at = {axis: row.index(rank) for axis, row in rows.items()}
+    parts = [part(shapes[full], cuts, at, layout.axis_sizes) for cuts in (of.cuts, of.owned)]
+    stages, copies = layers_of_ranks(config, layout, work.seq_length)[at["pp"]], {rank}
+    ends = {"embed_tokens": any(stage.start == 0 for stage in stages)}
+    ends |= dict.fromkeys(("norm", "lm_head"), any(s.stop == config.num_layers for s in stages))
+    has = ends.get(weight, any(layer in stage for stage in stages))
+    for axis in of.copies:
+        copies = {other for one in copies for other in ranks_of_axis(layout, axis, one)}
+    firsts = range(0, layout.world_size, layout.world_size // layout.pp)
+    like = [planned_traffic(config, layout, work, rank % firsts.step + first) for first in firsts]
+    _, plans, timeline = plan_on_paper(L["engine"], L["pp"], L["m"])
+    starts = {(s.rank, s.action): s.start for s in timeline.spans}
+    uses = inputs_of(plans, SCHEDULES[L["engine"]].place).items()
+    pairs = [(made, used) for used, inputs in uses for made in inputs if made[0] != used[0]]
+    return {
+        "rows": rows,
+        "sum": ranks_of_axis(layout, of.sums[0], rank),
+        "parts": [[[s.start, s.stop] for s in slices] for slices in parts],
+        "has": has,
+        "copies": sorted(copies) if has and not of.further else None,
+        "memory": [[*row] for row in memory_of_ranks(config, layout, work, device)],
+        "sent": [[sent.get(axis, 0) for axis in SENT] for sent in like],
+        "spans": sorted(
+            [s.rank, s.start, s.end, f"{s.action.kind.value}{s.action[1]}.{s.action.chunk}"]
+            for s in timeline.spans
+        ),
+        "messages": sorted([m[0], starts[m], to[0], starts[to]] for m, to in pairs),
+        "peaks": [peak_live(plan) for plan in plans],
+    }
+
+
+FOUND = """
+const { data, cases, axes, sent } = JSON.parse(require("fs").readFileSync(0));
+const T = require(process.argv[1]).lookups(data);
+console.log(JSON.stringify(cases.map(({ L, rank, weight, layer }) => {
+  if (T.refusal(L)) return T.refusal(L);
+  const { cuts, sum, owned } = T.placed(L, weight), { actions } = T.plan(L);
+  const has = T.has(L, rank, weight, layer), whole = String(cuts) === String(owned);
+  const each = make => actions.flatMap((of, pp) => of.flatMap(a => make(a, pp)));
+  return {
+    rows: Object.fromEntries(axes.map(axis => [axis, T.row(L, axis, rank)])),
+    sum: T.row(L, sum, rank), has, parts: [cuts, owned].map(of => T.part(L, weight, rank, of)),
+    copies: has && whole ? T.copies(L, rank, weight, layer) : null, memory: T.memory(L),
+    sent: T.traffic(L, T.place(L, rank).tp).map(of => sent.map(axis => of[axis])),
+    spans: each((a, pp) => [[pp, a.start, a.end, `${a.kind}${a.i}.${a.chunk}`]]),
+    messages: each((a, pp) => a.to ? [[pp, a.start, +a.to, a.used]] : []),
+    peaks: actions.map(of => Math.max(...of.map(a => T.alive(L, of, a.start)))),
+  };
+})));
+"""
+
+
+@pytest.mark.skipif(not NODE, reason="needs node")
+def test_the_script_finds_what_the_trainer_computes(number=60):
+    data, of = re.search(r'id="data">(.*?)</script>', PAGE.read_text())[1], random.Random(7)
+    cases = [random_case(of) for _ in range(number)]
+    given = {"data": json.loads(data), "cases": cases, "axes": AXES, "sent": SENT}
+    command = [NODE, "-e", FOUND, str(SCRIPT)]
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True)
+    fit = 0
+    for case, found in zip(cases, json.loads(done.stdout), strict=True):
+        if why := tables.problems(case["L"]["model"], layout_in(case["L"])):
+            assert found in why, case
+            continue
+        fit += 1
+        for name, value in expected(**case).items():
+            assert found[name] == value, f"{name} of {case}"
+    assert fit > number / 3
+
+
+@pytest.mark.slow
+def test_the_committed_page_is_what_the_command_writes(tmp_path):
+    main(["--out", str(tmp_path / "page.html")])
+    written, renew = (tmp_path / "page.html").read_text(), "python -m picotron_min.report.explore"
+    assert written == PAGE.read_text(), f"renew it: {renew}"
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
+@pytest.mark.parametrize("dark", (False, True))
+def test_the_page_works_with_keys_in_a_narrow_window(dark, tmp_path):
+    use = (ROOT / "tests/report/explore_page.js").read_text()
+    page = tmp_path / "page.html"
+    page.write_text(PAGE.read_text().replace("</body>", f"<script>{use}</script></body>"))
+    options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+    options += f" --window-size=500,6000 --blink-settings=preferredColorScheme={1 - dark}"
+    command = [
+        CHROMIUM,
+        *options.split(),
+        f"--user-data-dir={tmp_path}",
+        "--dump-dom",
+        f"file://{page}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert re.search("<title>(.*?)</title>", done.stdout)[1] == "[]"
