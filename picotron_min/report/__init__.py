@@ -14,4 +14,5 @@
 | the theme, the frame of all pages | page.html; how a number is rounded: page.py |
 | which records are read, and which are left out | reading.py |
 | README's picture of all schedules | schedules.py |
+| docs/explore.html, a page to play with | explore.py; its numbers: explore_data.py |
 """

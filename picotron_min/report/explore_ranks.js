@@ -136,7 +136,7 @@ function inPixels(spans, shape, width, height) {
   return { x, y, width: columns[1] / shape.at(-1) * width - x, height: rows[1] / long * height - y };
 }
 function icon(rank, { cuts, owned }) {
-  const shape = T.model(V).shapes[V.weight], width = 38, height = shape.length > 1 ? 31 : 8;
+  const shape = T.model(V).shapes[V.weight], width = 33, height = shape.length > 1 ? 31 : 8;
   const draw = (cuts, fill) => e("rect", { ...inPixels(T.part(V, V.weight, rank, cuts), shape, width, height), fill });
   const isHere = T.has(V, rank, V.weight, V.layer), shares = T.zero(V) > 0;
   return e("svg", { width: width + 2, height: height + 2, viewBox: `-1 -1 ${width + 2} ${height + 2}` },

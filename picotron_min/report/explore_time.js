@@ -18,7 +18,7 @@ function drawTime() {
     const y = Y(pp), current = actions.find(a => a.start <= now && now < a.end);
     const times = [0, ...actions.flatMap(a => [a.start, a.end]), now].filter(t => !asked || t <= now).sort((a, b) => a - b);
     const steps = times.map(t => `H${X(t)}V${y + 44 - 16 * T.alive(V, actions, t) / most}`);
-    const doing = current ? `${current.kind}${current.i}${current.chunk ? " of chunk 2" : ""}` : now < plan.end ? "idle" : "done";
+    const doing = current ? `${current.kind}${current.i}${current.chunk && isWide ? " of chunk 2" : ""}` : now < plan.end ? "idle" : "done";
     return [text(0, y + 17, `rank ${pipeline[pp]}`, { "font-weight": 650 }),
       isWide && text(0, y + 33, layersOf(pp), { style: "fill: var(--quiet)" }), rect(left, y, plan.end * unit, 26, "empty"),
       e("path", { d: `M${left} ${y + 44}${steps.join("")}V${y + 44}Z`, fill: "var(--alive)" }),
