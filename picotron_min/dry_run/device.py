@@ -1,20 +1,21 @@
 """What a GPU has and this machine lacks: stand-ins, within which the project's own code runs.
 
 Tensors are torch's fake ones: a shape, a dtype and the device "cuda:0", and no memory. The process
-group is torch's fake one, which sends nothing. A kernel's stand-in allocates what the kernel does,
-and refuses what it refuses. Autograd of a build for CPUs would look for CUDA: so for C++ all fake
-tensors are on the meta device, and only Python sees "cuda:0".
+group is torch's fake one, which sends nothing. A kernel's stand-in allocates what the kernel does.
+Autograd of a build for CPUs would look for CUDA: so for C++ all fake tensors are on the meta
+device, and only Python sees "cuda:0".
 """
 
 import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+import numpy as np
 import torch
 import torch._dynamo  # before the patches: it compares signatures of what is patched
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -34,51 +35,26 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeTensorMode]:
-    """Within, tensors are fake, and torch believes in a GPU of this compute capability."""
+def as_on_a_gpu() -> Iterator[FakeTensorMode]:
+    """Within, tensors are fake, and torch believes in a GPU of compute capability 9.0, Hopper's."""
     _borders.cache_clear()  # it may have fake tensors of an earlier dry run
     with contextlib.ExitStack() as stack:
-        of_gpu = (torch.cuda, "get_device_capability", lambda *_: capability)
-        for patch in (*STAND_INS, of_gpu):
+        for patch in STAND_INS:
             stack.enter_context(mock.patch.object(*patch))
-        for kind in ("cuda", "cpu"):  # in C++ both are False
-            value = property(lambda tensor, kind=kind: tensor.fake_device.type == kind)
-            stack.enter_context(mock.patch.object(FakeTensor, f"is_{kind}", value, create=True))
-        yield stack.enter_context(FakeTensorMode())
+        yield stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
 
 def as_meta(kind, *args, dispatch_device=False, make=Tensor._make_subclass, **options) -> Tensor:
     return make(kind, *args, **options)
 
 
-def pinned(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+def move(parameter: Tensor, new: Tensor) -> None:
+    """What nn.Module.to_empty needs of torch.utils.swap_tensors, which refuses fake tensors."""
+    torch._C._swap_tensor_impl(parameter, new)
+    parameter.fake_device = new.fake_device
 
 
-def as_list(tensor: Tensor) -> list:
-    """One wait, not one for each number; tokens are spread evenly over what they choose from."""
-    return _nested(tensor.flatten()[0].item(), tensor.shape)
-
-
-def _nested(number: float, shape: tuple[int, ...]) -> list | float:
-    return [_nested(number, shape[1:]) for _ in range(shape[0])] if shape else number
-
-
-def apply_by_replacing(module: nn.Module, function, recurse: bool = True) -> nn.Module:
-    """nn.Module._apply swaps the tensors of parameters, which fake ones do not allow."""
-    for child in module.children():
-        apply_by_replacing(child, function)
-    for name, old in module.named_parameters(recurse=False):
-        module._parameters[name] = nn.Parameter(function(old.detach()), old.requires_grad)
-    for name, old in module.named_buffers(recurse=False):
-        module._buffers[name] = function(old)
-    return module
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_) -> Tensor:
-    """TypeError for what a GPU's kernels refuse, and fake ones take."""
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"attention on a GPU of {q.dtype}, {k.dtype} and {v.dtype}")
+def attention(q, k, v, is_causal=False, **_):
     if q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
@@ -94,20 +70,22 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:2]))
 
 
 STAND_INS = [
     (Tensor, "_make_subclass", staticmethod(as_meta)),
-    (Tensor, "pin_memory", pinned),
-    (nn.Module, "_apply", apply_by_replacing),
-    (FakeTensor, "tolist", as_list),
-    (F, "scaled_dot_product_attention", attention),
-    (F, "rms_norm", lambda x, shape, weight=None, eps=None: FusedNorm.apply(x, weight)),
+    (FakeTensor, "is_cuda", property(lambda tensor: tensor.fake_device.type == "cuda")),
+    (FakeTensor, "is_cpu", property(lambda tensor: tensor.fake_device.type == "cpu")),
+    # One wait, not one for each number: all are the same.
+    (FakeTensor, "tolist", lambda x: np.full(x.shape, x.flatten()[0].item()).tolist()),
+    (Tensor, "pin_memory", lambda x: torch.empty_like(x, pin_memory=True).copy_(x)),
     (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),  # else 0 for all
+    (torch.utils, "swap_tensors", move),
+    (F, "scaled_dot_product_attention", attention),
+    (F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight)),
+    (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
     (torch.cuda, "is_bf16_supported", lambda *_: True),
     (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),  # else autocast is off
     *((torch.cuda, name, mock.MagicMock()) for name in ("Stream", "current_stream", "stream")),
-    *((kind, "reset_parameters", lambda _: None) for kind in (nn.Linear, nn.Embedding, nn.RMSNorm)),
 ]

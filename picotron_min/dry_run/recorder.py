@@ -7,7 +7,9 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from traceback import walk_stack
 from typing import NamedTuple
 from unittest import mock
 
@@ -18,13 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from picotron_min.extensions.experts import dispatch, moe, router
 from picotron_min.pipeline_schedule import Action, Plan
 
 aten, HERE = torch.ops.aten, os.path.dirname(__file__)
 ROOT = os.path.dirname(os.path.dirname(HERE)) + os.sep
 BLOCK = 512  # bytes, to whose multiples CUDA's allocator rounds
-READS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.bincount}
 
 
 class Message(NamedTuple):
@@ -33,47 +33,37 @@ class Message(NamedTuple):
     kind: str  # as torch names it: allreduce, send, recv, ...
     ranks: tuple[int, ...]  # that are in its group
     peer: int | None  # of the world, to which it is sent or from which it comes
-    tensors: tuple[tuple, ...]  # shape and dtype of each
-    rows: tuple[list[int], ...]  # of an all-to-all: from and to each rank, if not all alike
+    tensors: tuple[str, ...]  # dtype and shape of each
+    rows: tuple[list[int], ...]  # of an uneven all-to-all: those from and to each rank
     action: Action | None  # of the plan, within which it was called
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is itself an action of the plan, from one rank to another."""
+        return self.action is not None and self.action.peer is not None
+
     def __str__(self) -> str:
-        what = ", ".join(f"{[*shape]} {str(dtype)[6:]}" for shape, dtype in self.tensors)
-        end = f"rank {self.peer}" if self.peer is not None else f"ranks {[*self.ranks]}"
-        within = f" in '{self.action}'" if self.action else ""
-        return f"{self.kind}{within} of {what} with {end}"
+        return f"{self.kind} of {self.tensors} in '{self.action}', of ranks {[*self.ranks]}"
 
 
 class Recorder(TorchDispatchMode):
-    """Within, everything is recorded; `device` is the one whose memory is counted."""
+    """Within, everything is recorded: of tensors on `device`, which are fake if there is a mode."""
 
-    def __init__(self, device: str = "cuda", mode: FakeTensorMode | None = None) -> None:
+    def __init__(self, device: str, mode: FakeTensorMode | None = None) -> None:
         super().__init__()
-        self.device, self.mode, self.action = torch.device(device), mode, None
+        self.device, self.mode = torch.device(device), mode
         self.messages: list[Message] = []
-        self.waits, self.operations = Counter(), 0
-        self.is_building = True  # Llama is built on the meta device, which is meant so
-        self.live = self.peak = 0
-        self.sizes, self.by_line, self.at_peak = {}, Counter(), Counter()
-        self.even_share = 1  # of tokens, for each of what they choose from
-        patches = [(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))]
-        patches += [(module, "count", self._counted(router.count)) for module in (dispatch, moe)]
-        self.patches = [mock.patch.object(*patch) for patch in patches]
-
-    def __enter__(self) -> "Recorder":
-        for patch in self.patches:
-            patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error) -> None:
-        super().__exit__(*error)
-        for patch in self.patches:
-            patch.stop()
+        self.waits: Counter[str] = Counter()  # lines at which the host waits for its GPU
+        self.live = self.peak = 0  # bytes
+        self.at_peak: Counter[str] = Counter()  # bytes, by the line of code that has made them
+        self.by_line, self.sizes = Counter(), {}
+        self.num_experts = self.even_share = 0  # of a layer; of its tokens, for each expert
+        self.is_building, self.action = True, None
 
     def begin(self) -> None:
-        """Count from here on."""
-        self.messages, self.waits, self.operations = [], Counter(), 0
-        self.peak, self.at_peak, self.is_building = self.live, self.by_line.copy(), False
+        """Count from here on: the model is built."""
+        self.messages, self.waits, self.is_building = [], Counter(), False
+        self.peak, self.at_peak = self.live, self.by_line.copy()
 
     def following(self, plan: Plan) -> Iterator[Action]:
         """The plan, once; who runs it shows at which action it is."""
@@ -82,108 +72,83 @@ class Recorder(TorchDispatchMode):
             yield action
         self.action = None
 
+    def seeing_resizes(self) -> AbstractContextManager:
+        """Within, storages that shrink and grow are seen: no operation of torch does it."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            self._resize(storage._cdata, nbytes)
+            return resize(storage, nbytes)
+
+        return mock.patch.object(torch.UntypedStorage, "resize_", resize_)
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kind, options = function.overloadpacket, kwargs or {}
         if not self.is_building and getattr(options.get("device"), "type", "") == "meta":
             options = options | {"device": self.device}  # asked for in C++, for which all are meta
-        self._note_wait(kind, args)
-        if kind is aten._local_scalar_dense and self.mode:
-            return {torch.int64: self.even_share, torch.bool: True}.get(args[0].dtype, 1.0)
+        if kind.__name__.startswith("_scaled_dot"):  # its fake one takes what a GPU's refuses
+            assert len(dtypes := {x.dtype for x in args[:3]}) == 1, f"attention of {dtypes}"
+        if self.mode:  # its cache would keep the storage that is set_'s argument alive
+            self.mode.cache_enabled = kind is not aten.set_
+        if self.mode and kind is aten._local_scalar_dense:
+            out = self.even_share if args[0].dtype == torch.int64 else 1.0
+        else:
+            out = function(*args, **options)
+        if self.num_experts and kind is aten.scatter_add_:  # of all choices, counted by expert
+            self.even_share = args[2].numel() // self.num_experts
+        if options.get("pin_memory"):
+            out.is_page_locked = True
         if function.namespace == "c10d":
-            self._note_message(function, args)
-        elif function is aten.addmm.dtype_out and self.device.type == "cuda":
-            return options["out"]  # torch 2.11 has mixed up its fake one's arguments
-        out = self._run(function, args, options)
-        self.operations += 1
+            self._note_message(kind, args)
+        if self._waits(kind, args, options, out):
+            self.waits[our_line()] += 1
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
-        if options.get("pin_memory"):
-            out.is_page_locked = True
-        if kind in (aten._to_copy, aten.copy_):
-            self._note_copy(kind, args, options, out)
         return out
 
-    def _run(self, function, args, options):
-        if self.mode:  # its cache would keep the storage that is set_'s argument alive
-            self.mode.cache_enabled = function.overloadpacket is not aten.set_
-        if function.overloadpacket is aten._grouped_mm and args[0].dtype == torch.float32:
-            # CUDA takes it, and torch's fake one does not.
-            return function(*(x.bfloat16() for x in args[:2]), *args[2:], **options).float()
-        return function(*args, **options)
-
-    # What the host waits for.
-
-    def _note_wait(self, kind, args: tuple) -> None:
-        waits = kind in READS and any(getattr(x, "is_cuda", False) for x in tree_leaves(args))
-        # Where CUDA has no kernel for a grouped product, torch reads the sizes of its groups.
-        if kind is aten._grouped_mm and args[0].is_cuda:
-            waits = torch.cuda.get_device_capability() < (9, 0) or args[0].dtype != torch.bfloat16
-        if waits:
-            self.waits[our_line()] += 1
-
-    def _note_copy(self, kind, args: tuple, options: dict, out: Tensor) -> None:
-        source, target = (args[0], out) if kind is aten._to_copy else (args[1], args[0])
-        is_async = options.get("non_blocking") or args[2:] == (True,)
-        is_async &= not source.is_cpu or hasattr(source, "is_page_locked")  # else it is staged
-        if source.numel() and source.is_cuda != target.is_cuda and not is_async:
-            self.waits[our_line()] += 1
-
-    def _counted(self, count: Callable) -> Callable:
-        def counted(experts: Tensor, num_experts: int) -> Tensor:
-            self.even_share = experts.numel() // num_experts
-            return count(experts, num_experts)
-
-        return counted
-
-    # What is sent.
-
-    def _note_message(self, function, args: tuple) -> None:
+    def _note_message(self, kind, args: tuple) -> None:
         boxed = next(x for x in args if isinstance(x, torch.ScriptObject))
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed)))
-        kind = function.overloadpacket.__name__.strip("_")
-        peer = ranks[args[2]] if kind in ("send", "recv") else None
-        rows = tuple(args[3:5]) if kind == "alltoall_base" else ()
-        tensors = (x for x in tree_leaves(args[:2]) if isinstance(x, Tensor))
-        tensors = tuple((tuple(x.shape), x.dtype) for x in tensors)
-        self.messages.append(Message(kind, ranks, peer, tensors, rows, self.action))
+        name = kind.__name__.strip("_")
+        peer = ranks[args[2]] if name in ("send", "recv") else None
+        tensors = [x for x in tree_leaves(args[:2]) if isinstance(x, Tensor)]
+        what = tuple(f"{x.dtype}{[*x.shape]}" for x in tensors)
+        rows = tuple(args[3:5]) if name == "alltoall_base" and args[3] else ()
+        self.messages.append(Message(name, ranks, peer, what, rows, self.action))
 
-    # What is allocated.
+    def _waits(self, kind, args: tuple, options: dict, out: Tensor) -> bool:
+        """Whether the host waits for its GPU: it reads a number, or copies and does not go on."""
+        if kind not in (aten._to_copy, aten.copy_):
+            return kind is aten._local_scalar_dense and args[0].is_cuda
+        source = args[0] if kind is aten._to_copy else args[1]
+        if source.is_cuda == out.is_cuda or not source.numel():
+            return False
+        is_staged = out.is_cuda and not hasattr(source, "is_page_locked")
+        return is_staged or not (options.get("non_blocking") or args[2:] == (True,))
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.sizes and tensor.device.type == self.device.type:
-            self.sizes[storage._cdata] = 0, our_line()
-            weakref.finalize(storage, self._resize, storage._cdata, 0, is_freed=True)
+            weakref.finalize(storage, self._resize, storage._cdata, 0)
             self._resize(storage._cdata, storage.nbytes())
 
-    def _resize(self, key: int, nbytes: int, is_freed: bool = False) -> None:
-        before, line = self.sizes[key]
+    def _resize(self, key: int, nbytes: int) -> None:
+        before, line = self.sizes.pop(key, None) or (0, our_line())
         size = -(-nbytes // BLOCK) * BLOCK
         if size < before and self.live == self.peak:
             self.at_peak = self.by_line.copy()  # it falls from here
         self.live += size - before
         self.by_line[line] += size - before
         self.peak = max(self.peak, self.live)
-        self.sizes[key] = size, line
-        if is_freed:
-            del self.sizes[key]
-
-    def _resized(self, resize: Callable) -> Callable:
-        def resized(storage: torch.UntypedStorage, nbytes: int):
-            if storage._cdata in self.sizes:
-                self._resize(storage._cdata, nbytes)
-            return resize(storage, nbytes)
-
-        return resized
+        if size:
+            self.sizes[key] = size, line
 
 
 def our_line() -> str:
     """The innermost line of the project that is at work."""
-    frame = sys._getframe(2)
-    while frame:
+    for frame, number in walk_stack(sys._getframe()):
         path = frame.f_code.co_filename
         if path.startswith(ROOT) and not path.startswith(HERE):
-            return f"{path.removeprefix(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{path.removeprefix(ROOT)}:{number}"
     return "the optimizer's state"

@@ -1,22 +1,27 @@
-"""The dry run beside what it stands for: the plan's bytes, and real steps on a CPU."""
+"""The dry run beside what it stands for: the plan's bytes, and real steps."""
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from picotron_min.dry_run.__main__ import main, problems_of
-from picotron_min.dry_run.device import STAND_INS
+from picotron_min.dry_run.__main__ import lines_of, main
+from picotron_min.dry_run.device import GPU, STAND_INS, as_rank
+from picotron_min.dry_run.fit import kinds_of_ranks, misfit
 from picotron_min.dry_run.recorder import Message, Recorder
-from picotron_min.dry_run.run import as_fake, batches_of, dry_run, step_of
+from picotron_min.dry_run.run import batches_of, dry_run, shortened
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.kernels.attention import FlashAttention
 from picotron_min.extensions.memory import offload
-from picotron_min.mesh import build_axes
+from picotron_min.mesh import Axes, build_axes
 from picotron_min.model import MLP
 from picotron_min.parallelize import ParallelModel
 from picotron_min.runtime.config import Config
@@ -24,11 +29,15 @@ from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.hardware import GPUS
 from tests.assembled import make_training
 from tests.rows import lines, row
-from train import build_run, train_step
+from train import Run, build_run, train_step
 
-CPU = torch.device("cpu")
-
+TINY = Path(__file__).parents[2] / "config.json"
 ON_A_GPU = {"use_cpu": False, "dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 64}
+
+
+def problems_of(config: Config, rank: int, run: Recorder) -> list[str]:
+    return [line for line in lines_of(config, rank, run, GPUS["H100"]) if "PROBLEM" in line]
+
 
 # Of the last rank, which often counts no gradient. The number behind is of waits beside the step's.
 STEPS = """
@@ -44,7 +53,6 @@ experts: dp=2 tp=2 ep=2 etp=2 allgather model=gated        1
 memory: layers=4 offload=3 recompute=full moments=bfloat16
 multi_token: pp=2 m=2 model=depths
 overlap: tp=2 sp tp_overlap
-precision: tp=2 sp fp8 seq_length=32
 schedules: pp=2 dp=2 engine=zb_v m=2
 schedules: pp=2 engine=interleaved m=2 sharding=optimizer
 sharding: dp=2 sharding=parameters fp8 seq_length=32
@@ -58,17 +66,8 @@ def test_a_step_sends_what_is_planned_and_waits_once(monkeypatch, text):
     words, _, more = text.partition("   ")
     config, _ = row(words, **ON_A_GPU)
     run = dry_run(config, config.world_size - 1)
-    assert [*problems_of(config, run, GPUS["H100"])] == []
+    assert problems_of(config, config.world_size - 1, run) == []
     assert sorted(run.waits.values()) == [1, *([int(more)] if more.strip() else [])]
-
-
-def test_an_older_gpu_waits_for_each_product_of_experts():
-    """torch has no kernel for them, and reads their sizes: so they are computed one by one."""
-    config, _ = row("experts: dp=2 ep=2 layers=3 model=softmax", **ON_A_GPU)
-    assert sorted(dry_run(config, 1, (8, 0)).waits.values()) == [1, 3]
-
-
-# Real steps on CPUs, and what a dry run has of them.
 
 
 def messages_of(config: Config) -> list[Message]:
@@ -81,72 +80,106 @@ def messages_of(config: Config) -> list[Message]:
     return recorder.messages
 
 
-def peak_of(config: Config, mode: FakeTensorMode | None) -> int:
-    axes, batches = build_axes(CPU, config.layout), batches_of(config, 0)
-    with ExitStack() as stack:
-        if mode:
-            of_tensors = (patch for patch in STAND_INS if patch[1] in ("_apply", "data_ptr"))
-            for patch in of_tensors:
-                stack.enter_context(mock.patch.object(*patch))
-            stack.enter_context(mode)
-        recorder = stack.enter_context(Recorder("cpu", mode))
-        sizes = resolve_model(config), config.layout, config.workload
-        run = build_run(build_model(*sizes, axes, CPU), config.recipe, batches)
-        for weight in run.model.parameters.values():
-            weight.data.fill_(0.01)
-        run = run._replace(batches=as_fake(batches, mode)) if mode else run
-        train_step(run, 0)
-        recorder.begin()
-        train_step(run, 1)
-    return recorder.peak
-
-
-def peaks_of(config: Config) -> list[int]:
-    return [peak_of(config, mode) for mode in (None, FakeTensorMode())]
-
-
 REAL = """
-core: dp=2 tp=2 sp model=tied
-core: pp=2 m=3 model=tied
-core: cp=2 m=2
+core: dp=2 tp=2 sp model=tied optimizer=muon
+core: pp=3 m=3 model=tied
+core: cp=2 tp=2 m=2
 experts: dp=2 ep=2 padded model=softmax
 overlap: tp=2 sp tp_overlap
 schedules: pp=2 engine=zb_v m=4
 sharding: dp=2 sharding=parameters m=2
+sharding: dp=3 sharding=layerwise muon
 """
 
 
 @pytest.mark.parametrize("text", lines(REAL), ids=str)
-def test_messages_are_those_of_a_real_step(pool, text):
+def test_messages_are_those_of_a_real_step_and_fit_together(pool, text):
     config, _ = row(text, dtype="float32")
-    for rank, messages in enumerate(pool.run(config.world_size, messages_of, config)):
-        assert dry_run(config, rank).messages == messages
+    runs = {rank: dry_run(config, rank).messages for rank in range(config.world_size)}
+    assert pool.run(config.world_size, messages_of, config) == [*runs.values()]
+    assert misfit(runs) is None
+    assert misfit({rank: runs[rank] for rank in kinds_of_ranks(config.layout)}) is None
 
 
-@pytest.mark.parametrize("words", ["m=2", "dtype=bfloat16", "recompute=full model=depths"])
-def test_the_recorder_counts_the_same_bytes_of_fake_and_of_real_tensors(pool, words):
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 1024}
+def run_of(config: Config, axes: Axes, batches: SimpleNamespace) -> Run:
+    sizes = resolve_model(config), config.layout, config.workload
+    model = build_model(*sizes, axes, axes.world.device)
+    for weight in model.parameters.values():
+        weight.data.fill_(0.01)
+    return build_run(model, config.recipe, batches)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    needed = {patch[1]: mock.patch.object(*patch) for patch in STAND_INS}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with needed["swap_tensors"], needed["data_ptr"], fake as mode:
+        yield mode
+
+
+def peak_on_a_cpu(config: Config, tensors: AbstractContextManager) -> int:
+    """Of the last rank that counts tokens: the fake group takes the others' part."""
+    rank = config.world_size - config.layout.cp * config.layout.tp
+    with as_rank(rank, config.world_size):
+        axes, batches = build_axes(torch.device("cpu"), config.layout), batches_of(config, rank)
+        with tensors as mode, Recorder("cpu", mode) as recorder, recorder.seeing_resizes():
+            run = run_of(config, axes, batches)
+            train_step(run, 0)
+            recorder.begin()
+            train_step(run, 1)
+    return recorder.peak
+
+
+@pytest.mark.parametrize("words", ["m=2", "dtype=bfloat16 dp=2", "recompute=full model=depths"])
+def test_the_recorder_counts_the_same_bytes_of_fake_and_of_real_tensors(words):
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 2048}
     config, _ = row(f"core: {words}", **{"dtype": "float32"} | sizes)
-    ((real, fake),) = pool.run(1, peaks_of, config)
+    real, fake = peak_on_a_cpu(config, nullcontext()), peak_on_a_cpu(config, fake_tensors())
     assert fake == pytest.approx(real, rel=1e-3)
 
 
-@pytest.mark.parametrize("text", ["cp=2 m=5", "dp=2 sharding=gradients m=5", "pp=2 m=8"])
-def test_more_micro_batches_repeat_what_few_do(text):
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", ["m=2", "dp=2", "dp=2 recompute=full"])
+def test_a_gpu_allocates_what_a_dry_run_counts_and_waits_once(words):
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "seq_length": 2048, "layers": 4}
+    config, _ = row(f"core: {words}", **ON_A_GPU | sizes)
+    cpu, reads, before = Tensor.cpu, [], torch.cuda.memory_allocated()
+
+    def allowed(tensor: Tensor) -> Tensor:  # the one read of train_step
+        torch.cuda.set_sync_debug_mode("default")
+        reads.append(cpu(tensor))
+        torch.cuda.set_sync_debug_mode("error")
+        return reads[-1]
+
+    rank = config.world_size - 1
+    with as_rank(rank, config.world_size), mock.patch.object(Tensor, "cpu", allowed):
+        run = run_of(config, build_axes(GPU, config.layout), batches_of(config, rank))
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            train_step(run, 0)
+            train_step(run, 1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    measured = torch.cuda.max_memory_allocated() - before
+    assert len(reads) == 2 and measured == pytest.approx(dry_run(config, rank).peak, rel=0.02)
+
+
+MANY = ["dp=2 sharding=gradients m=5", *(f"pp=2 m=8 engine={e}" for e in ("afab", "1f1b", "zb_h1"))]
+
+
+@pytest.mark.parametrize("text", MANY)
+def test_more_micro_batches_need_no_more_memory(text):
     config, _ = row(f"core: {text}", **ON_A_GPU)
-    run, whole = dry_run(config, 1), step_of(config, 1, (9, 0))
-    assert run.operations < whole.operations
-    assert run.peak == whole.peak and run.sent == pytest.approx(whole.sent)
-
-
-# Faults that it must find.
+    few = shortened(config)
+    assert (few == config) == ("afab" in text)  # which has all of them in memory
+    assert few == config or dry_run(few).peak == dry_run(config).peak
 
 
 def test_a_sum_on_the_host_is_a_wait(monkeypatch):
     on_host = property(lambda model: lambda totals: totals.cpu().to(totals.device))
     monkeypatch.setattr(ParallelModel, "counted_once", on_host)
     config, _ = row("core: ", **ON_A_GPU)
-    (problem,) = problems_of(config, dry_run(config), GPUS["H100"])
+    (problem,) = problems_of(config, 0, dry_run(config))
     assert "waits where that is not known: tests/" in problem
 
 
@@ -161,37 +194,31 @@ def test_a_leak_raises_the_peak(monkeypatch):
 def test_a_kernel_of_attention_refuses_two_dtypes(monkeypatch):
     flash = FlashAttention.forward
     monkeypatch.setattr(FlashAttention, "forward", lambda a, q, k, v: flash(a, q.float(), k, v))
-    with pytest.raises(TypeError, match="float32"):
+    with pytest.raises(AssertionError, match="float32"):
         dry_run(row("core: ", **ON_A_GPU)[0])
 
 
 def test_a_message_must_be_contiguous(monkeypatch):
-    monkeypatch.setattr("picotron_min.pipeline_parallel.start_send", send_as_it_is)
+    send = "picotron_min.pipeline_parallel.start_send"
+    monkeypatch.setattr(send, lambda x, axis, to: axis.ledger.record("send", x.mT))
     with pytest.raises(AssertionError, match="non-contiguous"):
         dry_run(row("core: pp=2", **ON_A_GPU)[0])
 
 
-def send_as_it_is(tensor, axis, to):
-    axis.ledger.record("send", tensor.mT)
-
-
-# The command.
-
-
-def test_the_command_prints_a_rank_and_its_exit_code_has_the_verdict(tmp_path, capsys):
+def test_the_command_prints_ranks_and_its_exit_code_has_the_verdict(tmp_path, capsys):
+    assert main(["--config", str(TINY)]) == 0
+    out = capsys.readouterr().out
+    assert "rank 3 of 4: pp 0, dp 1, cp 0, tp 1" in out and "1 at train.py:" in out
+    assert "picotron_min/model.py:" in out and "4 ranks fit together" in out
+    layout = {"tp_size": 8, "cp_size": 4, "pp_size": 16, "dp_size": 32}
+    model = {"name": "meta-llama/Llama-3.1-405B", "dtype": "bfloat16", "num_hidden_layers": 16}
+    sections = {"distributed": layout, "model": model, "training": {"micro_batch_size": 1024}}
     config = tmp_path / "config.json"
-    model = {"name": "SmolLM-1.7B", "dtype": "bfloat16", "num_hidden_layers": 4}
-    layout = {"pp_size": 2, "dp_size": 8}
-    config.write_text(json.dumps({"distributed": layout, "model": model}))
-    assert main(["--config", str(config), "--rank", "9", "--explain"]) == 0
+    config.write_text(json.dumps(sections))
+    assert main(["--config", str(config), "--rank", "5000", "--gpu", "L4"]) == 1
     out = capsys.readouterr().out
-    assert "rank 9 of 16: pp 1, dp 1, cp 0, tp 0" in out and "1 at train.py:" in out
-    assert "picotron_min/loss.py:" in out and "Not counted" in out
+    assert "rank 5000 of 16384: pp 4, dp 28, cp 1, tp 0" in out
+    assert "does not fit into the 24.0 GB of L4" in out
     with pytest.raises(SystemExit):
-        main(["--config", str(config), "--rank", "16"])
-    assert "this config has ranks 0 to 15" in capsys.readouterr().err
-    layout["dp_size"], training = 1, {"micro_batch_size": 256}
-    config.write_text(json.dumps({"distributed": layout, "model": model, "training": training}))
-    assert main(["--config", str(config), "--gpu", "RTX-3090", "--all-kinds"]) == 1
-    out = capsys.readouterr().out
-    assert "does not fit into the 24.0 GB of RTX-3090" in out and "2 ranks fit together" in out
+        main(["--config", str(config), "--rank", "16384"])
+    assert "there are 0 to 16383" in capsys.readouterr().err
