@@ -152,7 +152,7 @@ class Exchange:
     def _wait(self, started: Tensor) -> Tensor:
         self.work.wait()
         arriving = self.arriving
-        del self.sent, self.arriving
+        del self.sent, self.arriving, self.work  # which would keep both until backward
         return arriving
 
 
