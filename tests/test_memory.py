@@ -1,14 +1,11 @@
 """Planned memory against the tensors that are alive in a step: on every rank, and at its peak."""
 
 import gc
-import weakref
 from contextlib import contextmanager
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from picotron_min.dry_run.recorder import Recorder
 from picotron_min.planner.memory import memory_of_ranks
 from tests.assembled import make_training
 from tests.rows import lines, row
@@ -18,55 +15,28 @@ SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "seq_length": 64, "micro_batches": 4}
 SIZES |= {"dtype": "float32", "optimizer": "adamw", "learning_rate": 1e-3}
 
-# How far the peak may be from the plan, and a row as in rows.py. Not planned are messages, and what
-# routing permutes: beside a model this small they are much.
+# How far the peak may be from the plan, and a row as in rows.py. Not planned are messages, matrices
+# of a gradient that are copied into a buffer, and what routing permutes.
 ROWS = """
-0.08 core: vocab_size=4096
-0.08 core: recompute=full
-0.08 core: dp=2 cp=2 recompute=selective
-0.08 core: tp=2 sp vocab_size=1024 dtype=bfloat16
-0.08 optimizers: dp=2 muon moments=bfloat16
-0.08 sharding: dp=3 sharding=optimizer m=2 dtype=bfloat16
-0.08 sharding: dp=2 sharding=layerwise muon
-0.08 sharding: dp=2 tp=2 sharding=gradients
-0.25 sharding: dp=2 sharding=parameters recompute=full layers=4
-0.08 schedules: pp=2 layers=4 tie_word_embeddings
-0.25 schedules: pp=2 m=6 engine=interleaved layers=6
-0.08 schedules: pp=2 m=6 engine=zb_h1 layers=4 dtype=bfloat16
-0.3 schedules: pp=2 m=6 engine=zb_v layers=6
-0.2 experts: dp=2 ep=2 moe_router_force_load_balancing model=softmax
-0.2 experts: dp=2 tp=2 ep=2 etp=2 sharding=optimizer moe_router_force_load_balancing model=gated
-0.08 precision: fp8 fp8_skip=1 dtype=bfloat16 layers=4
-0.2 precision: dp=2 fp8 sharding=parameters layers=4
-0.2 multi_token: pp=2 vocab_size=2048 model=depths
+0.01 core: vocab_size=4096
+0.01 core: recompute=full
+0.01 core: dp=2 cp=2 recompute=selective
+0.01 core: tp=2 sp vocab_size=4096 dtype=bfloat16
+0.01 optimizers: dp=2 muon moments=bfloat16
+0.05 sharding: dp=3 sharding=optimizer m=2 dtype=bfloat16
+0.01 sharding: dp=2 sharding=layerwise muon
+0.07 sharding: dp=2 tp=2 sharding=gradients
+0.01 sharding: dp=2 sharding=parameters recompute=full layers=4
+0.02 schedules: pp=2 layers=4 tie_word_embeddings
+0.05 schedules: pp=2 m=6 engine=interleaved layers=6
+0.02 schedules: pp=2 m=6 engine=zb_h1 layers=4 dtype=bfloat16
+0.03 schedules: pp=2 m=6 engine=zb_v layers=6
+0.05 experts: dp=2 ep=2 moe_router_force_load_balancing model=softmax
+0.03 experts: dp=2 tp=2 ep=2 etp=2 sharding=optimizer moe_router_force_load_balancing model=gated
+0.03 precision: fp8 fp8_skip=1 dtype=bfloat16 layers=4
+0.01 precision: dp=2 fp8 sharding=parameters layers=4
+0.02 multi_token: pp=2 vocab_size=2048 model=depths
 """
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of all storages that operations have made and that exist, and the most at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes, self.total, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                self.note(tensor.untyped_storage())
-        return out
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.sizes:
-            self.sizes[key] = 0
-            weakref.finalize(storage, self.freed, key)
-        self.total += storage.nbytes() - self.sizes[key]  # a sharded weight's is resized
-        self.sizes[key] = storage.nbytes()
-        self.peak = max(self.peak, self.total)
-
-    def freed(self, key: int) -> None:
-        self.total -= self.sizes.pop(key)
 
 
 @contextmanager
@@ -80,15 +50,15 @@ def collected(action):
 def measured(text: str) -> tuple[int, int, tuple]:
     """Bytes between steps and at the peak of one, and what is planned for this rank."""
     config, model_config = row(text, **SIZES)
-    with Alive() as alive:
+    with Recorder("cpu") as recorder:
         training = make_training(config, model_config)
         gc.freeze()
         for step in range(2):
             training.step(step, collected)
         gc.collect()
-        held = alive.total
+        held = recorder.live
     planned = memory_of_ranks(model_config, config.layout, config.workload, "cpu")
-    return held, alive.peak, planned[training.axes.pp.rank]
+    return held, recorder.peak, planned[training.axes.pp.rank]
 
 
 @pytest.mark.parametrize("text", lines(ROWS))

@@ -1,6 +1,7 @@
-"""How many bytes a layer keeps of each token, as formulas over the model's shape.
+"""How many bytes a layer has of each token, as formulas over the model's shape.
 
     forward until backward       the inputs of linears, of norms, and of attention
+    in its backward              gradients, at the fullest moment
     B until W                    the factors of weight gradients, where backward is cut in two
 
 E hidden size, Q query heads, K key-value heads, D head dimension, M MLP size; X experts of size F,
@@ -25,45 +26,89 @@ def saved_per_token(
     layer: int,
     fp8: bool = False,
     rows: float = 1.0,
+    device: str = "cpu",
 ) -> float:
     """Bytes that the forward of a layer keeps for backward, per token.
 
     `rows` of the experts of a rank, to those if tokens use all experts alike.
 
     recompute   wide (float32, or float64)          in the compute dtype
-    none        4 E: of 2 norms each the input,     2 E norms' outputs + 2 Q D q, attention's output
-                plain and normalised (GPU: 2 E)     + 2 K D k, v + 4 M gate, up, silu, product
-                2 (Q + K) D: of norms of q and k
-    selective   4 E                                 2 E + 4 M
+    none        2 n E: of 2 norms                   2 E norms' outputs + 2 Q D q, attention's output
+                n (Q + K) D: of norms of q and k    + 2 K D k, v + 4 M gate, up, silu, product
+    selective   2 n E                               2 E + 4 M
     full        1 E: the layer's input              nothing
 
-    A prediction layer keeps 6 E and 2 E more: its input [2E] plain, normalised, and as eh_proj's
-    input, and twice the input of the norm behind it; 3 E of these also where it is recomputed.
+    n is 1 on GPUs, whose norms keep their input, and 2 on CPUs, which also keep it normalised.
+
+    A prediction layer keeps 3 n E and 2 E more: its input [2E], as eh_proj's input, too, and the
+    input of the norm behind it. Where it is recomputed, (1 + n) E more.
 
     Linears in FP8 keep their inputs in one byte a number: norms' outputs, the product, and
-    attention's output, which attention itself keeps in the compute dtype, too.
+    attention's output, which attention itself keeps in the compute dtype, too. In float32 a GPU's
+    attention repeats K and V for all query heads: see kernels/attention.py.
     """
     c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
     _refuse_unknown(c)
-    wide, narrow = WIDE[dtype], BYTES[dtype]
+    wide, narrow, n = WIDE[dtype], BYTES[dtype], norms_keep(device)
     split = tp if layout.sequence_parallel else 1  # ranks that share what is wide
     is_further = layer >= c.num_hidden_layers
     if recompute == "full":
-        return wide * E * (4 if is_further else 1) / split
+        return wide * E * (1 + is_further * (1 + n)) / split
     # Norms' outputs are whole: a projection keeps its input as the all-gather has made it. What is
     # recomputed begins before that, and before anything is rounded to 8 bits.
     attention = narrow * E / split
     if recompute == "none":
-        heads = narrow * 2 * D * (c.num_attention_heads + c.num_key_value_heads)
-        in_8_bits = D * c.num_attention_heads if fp8 else 0
-        normed = 2 * wide * sum(family.normed(c) for family in FAMILIES.values())
-        attention = _factor(dtype, fp8) * E + (heads + in_8_bits + normed) / tp
+        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        repeats = device != "cpu" and dtype == "float32" and layout.cp == 1
+        kept = narrow * 2 * D * (heads + (heads if repeats else kv_heads))
+        normed = sum(family.normed(c) for family in FAMILIES.values())
+        kept += fp8 * D * heads + n * wide * normed
+        attention = _factor(dtype, fp8) * E + kept / tp
     if c.has_experts(layer):
         mlp = _saved_by_experts(c, dtype, layout, fp8, rows)
     else:
         mlp = _saved_by_mlp(E, c.intermediate_size / tp, dtype, fp8)
-    further = is_further * (6 * wide + 2 * narrow) * E / split
-    return wide * 4 * E / split + attention + mlp + further
+    further = is_further * (3 * n * wide + 2 * narrow) * E / split
+    return wide * 2 * n * E / split + attention + mlp + further
+
+
+def made_by_backward(
+    model_config: ModelConfig,
+    dtype: str,
+    layout: Layout,
+    layer: int,
+    fp8: bool = False,
+    rows: float = 1.0,
+) -> float:
+    """Bytes of gradients beside what forward has kept, at the fullest, per token.
+
+    That is in the MLP, where backward makes the gradients of silu's output and of up, or of the
+    experts' weighting, from their product's. What the last linear has kept is freed by then, unless
+    weight gradients wait: for a message of tensor parallelism, or for W.
+
+                wide                                in the compute dtype
+    dense       E: came from the layer behind       3 M, less M that are freed
+    experts     E; 3 F in each row                  less F that are freed
+    if they wait                                    E, down's gradient, and nothing is freed
+    """
+    c, E, tp, wide, narrow = (
+        model_config,
+        model_config.hidden_size,
+        layout.tp,
+        WIDE[dtype],
+        BYTES[dtype],
+    )
+    waits = tp > 1 or layout.schedule.splits_backward
+    made = wide * E / (tp if layout.sequence_parallel else 1) + waits * narrow * E
+    if c.has_experts(layer):
+        each = 3 * wide - (not waits) * narrow
+        return made + rows * c.num_experts_per_tok * c.moe_intermediate_size * each / tp
+    return made + c.intermediate_size / tp * (3 * narrow - (not waits) * _factor(dtype, fp8))
+
+
+def norms_keep(device: str) -> int:
+    """Tensors of the size of its input that a norm keeps: a CPU's also keeps it normalised."""
+    return 2 if device == "cpu" else 1
 
 
 KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm"}
@@ -96,6 +141,7 @@ def factors_per_token(
 
     attention   2 E its input, o's gradient       2 Q D + 2 K D gradients of q, k, v; o's input
     MLP         2 E its input, down's gradient    3 M gradients of gate, up; down's input
+    further     3 E eh_proj's input and gradient, of a prediction layer
     """
     c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
     heads = 2 * D * (c.num_attention_heads + c.num_key_value_heads)
@@ -104,12 +150,8 @@ def factors_per_token(
         experts = c.num_experts_per_tok * (2 * layout.etp * E + 3 * c.moe_intermediate_size) / tp
         inner = c.n_shared_experts * c.moe_intermediate_size
     mlp = 2 * E + 3 * inner / tp if inner else 0
-    return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * experts
-
-
-def factors_of_depth(c: ModelConfig, dtype: str, layout: Layout) -> float:
-    """Bytes that a prediction layer adds to factors_per_token: eh_proj's input and gradient."""
-    return BYTES[dtype] * 3 * c.hidden_size / (layout.tp if layout.sequence_parallel else 1)
+    further = (layer >= c.num_hidden_layers) * 3 * E / (tp if layout.sequence_parallel else 1)
+    return _factor(dtype, fp8) * (2 * E + heads / tp + mlp) + BYTES[dtype] * (experts + further)
 
 
 def _saved_by_experts(c: ModelConfig, dtype: str, layout: Layout, fp8: bool, rows: float) -> float:

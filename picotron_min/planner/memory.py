@@ -11,21 +11,21 @@ library only, so that a run can be planned anywhere.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
-from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, ModelConfig, Workload
 from picotron_min.layout import STRIPE_ROWS
-from picotron_min.pipeline_schedule import Plan, Schedule
+from picotron_min.pipeline_schedule import Kind, Plan, Schedule
 from picotron_min.planner.activations import (
     BYTES,
     WIDE,
-    factors_of_depth,
     factors_per_token,
+    made_by_backward,
+    norms_keep,
     saved_per_token,
 )
 from picotron_min.planner.parameters import LayerParameters, Share, share_of_rank
@@ -90,82 +90,125 @@ def shares_of_ranks(model_config: ModelConfig, layout: Layout, seq_length: int) 
 
 
 def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer state, by these names."""
+    """Bytes of weights, gradients and optimizer state, by these names; without what travels."""
     wide, narrow = WIDE[workload.dtype], BYTES[workload.dtype]
     moments = 2 * (BYTES["bfloat16"] if workload.moments == "bfloat16" else wide)
     states = {"adamw": (moments, moments), "muon": (moments / 2, moments), "sgd": (0, 0)}
     of_hidden, of_others = states[workload.optimizer]  # bytes an element
-    elements, owned, buffers = Counter(), Counter(), {False: [[]], True: [[]]}
-    sizes = layout.axis_sizes
+    elements, owned, buffers = Counter(), Counter(), 0
     for unit in share.units:
         elements.update(unit.elements)
         owned[unit.is_end] += sum(unit.rows.values())
-        buffers[unit.is_end].append([sizes[axis] * R for axis, R in unit.rows.items()])  # [n, R]
+        buffers += unit.buffers(layout)
     # What the optimizer has: all of what is whole, and of each sharded unit a row of its buffer.
     hidden, others = elements["hidden"] + owned[False], elements["others"] + owned[True]
     weights = wide * (hidden + others)
     weights += narrow * elements["hidden"] if narrow < wide else 0  # copies to compute with
-    if layout.sharding == "parameters":  # of a layer, and of the next one or an end
-        layer, end = (max(map(sum, buffers[is_end])) for is_end in (False, True))
-        weights += narrow * layer + max(narrow * layer, wide * end)
-    else:
+    if layout.sharding != "parameters":
         weights += narrow * elements["sharded_hidden"] + wide * elements["sharded_others"]
-    of_units = list(chain(*buffers[False], *buffers[True]))
     gradients = elements["hidden"] + elements["others"]
-    if layout.sharding in ("gradients", "parameters"):  # one buffer travels while another fills
-        gradients += owned.total() + 2 * max(of_units, default=0)
-    else:
-        gradients += sum(of_units)
+    reduces_each = layout.sharding in ("gradients", "parameters")
+    gradients += owned.total() if reduces_each else buffers
     states = of_hidden * hidden + of_others * others
     return {"weights": weights, "gradients": wide * gradients, "optimizer_state": states}
+
+
+def travelling(
+    share: Share, layout: Layout, work: Workload, freed: float | None
+) -> tuple[float, float]:
+    """Bytes of gathered weights and of buffers of gradients that are whole for a moment.
+
+    A layer computes while the next one's weights arrive, and fills a buffer while that of the unit
+    behind it travels: of lm_head, or of a layer that has freed its activations, so many bytes. At a
+    loss, where `freed` is None, there are lm_head, and the embedding's gradients of the micro-batch
+    before.
+    """
+    wide, narrow = WIDE[work.dtype], BYTES[work.dtype]
+    gathers, is_loss = layout.sharding == "parameters", freed is None
+    reduces = gathers or layout.sharding == "gradients"
+    layer, end = (
+        max((unit.buffers(layout) for unit in share.units if unit.is_end is is_end), default=0)
+        for is_end in (False, True)
+    )
+    if is_loss:
+        return gathers * wide * end, reduces * wide * end
+    behind = max(share.has_head * wide * end, wide * layer - freed)
+    return gathers * narrow * 2 * layer, reduces * (wide * layer + behind)
 
 
 def _memory_of(
     rank: int, share: Share, c: ModelConfig, layout: Layout, work: Workload, device: str
 ) -> RankMemory:
-    wide, cast = WIDE[work.dtype], BYTES["bfloat16"] if work.dtype == "bfloat16" else 0
-    E, V = c.hidden_size, math.ceil(c.vocab_size / layout.tp)
+    """At the fuller of two moments: in the backward of a layer, or in the last stripe of a loss."""
     tokens = work.micro_batch_size * work.seq_length // layout.cp
     fp8 = {i: work.in_fp8(i, c.num_hidden_layers) for i in share.layers}
     rows = most_rows(layout, work)
-    each = (kept_and_repeated(c, layout, work, i, fp8[i], rows) for i in share.layers)
-    saved, again = zip(*each, strict=True)
+    each = {i: kept_and_made(c, layout, work, i, fp8[i], rows, device) for i in share.layers}
     layer_input = saved_per_token(c, work.dtype, "full", layout, 0)
     moves = device != "cpu" and tokens * layer_input >= LEAST_OFFLOAD
-    moved, on_their_way = _offloaded(share, saved, layer_input, work.offload * moves)
-    kept = sum(saved) - moved
+    stages = [[each[i][0] for i in stage] for stage in share.stages]
+    offloaded = (
+        _offloaded(stage, saved, layer_input, work.offload * moves)
+        for stage, saved in zip(share.stages, stages, strict=True)
+    )
+    kept, on_their_way = map(list, zip(*offloaded, strict=True))
+    of_loss, of_stripe = _of_loss(c, layout, work, tokens, device) if share.has_head else (0, 0)
+    kept[-1] += of_loss / tokens
 
-    schedule, sizes = layout.schedule, (rank, layout.pp, work.num_micro_batches)
-    live = losses = schedule.live_activations(*sizes, layout.pp_chunks) / layout.pp_chunks
-    if schedule.splits_backward:
-        factors = sum(factors_per_token(c, work.dtype, layout, i, fp8[i]) for i in share.layers)
-        further = sum(layer >= c.num_hidden_layers for layer in share.layers)
-        factors += further * factors_of_depth(c, work.dtype, layout)
-        # From B to W only factors are left; recomputed, they are more than forward has kept. More
-        # micro-batches than these repeat what they do. Each activation is of one chunk.
+    schedule, sizes = layout.schedule, (rank, layout.pp)
+    if schedule.splits_backward or len(kept) > 1:
+        factors = (factors_per_token(c, work.dtype, layout, i, fp8[i]) for i in share.layers)
+        factors = [schedule.splits_backward * sum(islice(factors, len(s))) for s in share.stages]
+        # More micro-batches than these repeat what they do.
         few = min(work.num_micro_batches, 4 * layout.pp)
-        plan = _plan(schedule, rank, layout.pp, few, layout.pp_chunks)
-        live = peak_live(plan, factors / kept) / layout.pp_chunks
-        losses = 1  # the last stage's B follows its F at once, and takes what the loss has kept
+        alive = _most_alive(_plan(schedule, *sizes, few, layout.pp_chunks), kept, factors)
+    else:
+        alive = kept[0] * schedule.live_activations(*sizes, work.num_micro_batches, 1)
+    if any(stage.start for stage in share.stages):
+        alive += layer_input  # of the next micro-batch, which arrives early
 
+    # A loss is gone when layers' backward begins; until then it has its last stripe.
+    alive = tokens * alive - of_loss
+    layer = tokens * (max(made for _, made in each.values()) + max(on_their_way))
+    freed = tokens * min(saved for saved, _ in each.values())
+    moments = [(freed, alive + layer, 0)]
+    moments += [(None, alive, of_loss + of_stripe)] * share.has_head
     terms = parameter_bytes(share, layout, work)
-    terms["weights"] += _fp8_weights(share, c, layout, work, fp8)
-    activations, loss, logits = live * kept, 0, 0
-    if share.has_head:
-        terms["weights"] += cast * V * E  # lm_head's copy
-        activations += losses * 2 * wide * E  # the last norm's input, plain and normalised
-        # The gradients of lm_head and of its input are made along with the loss, and kept.
-        rows = tokens * (1 + c.num_nextn_predict_layers)  # of all uses of lm_head
-        loss = losses * E * (wide * V + BYTES[work.dtype] * rows)
-        # The last stripe's logits, which become their gradient, and their cast.
-        logits = V * (wide + cast) * min(STRIPE_ROWS[device], rows)
-        logits += (rows > tokens) * BYTES[work.dtype] * E * rows  # side by side
-    # Backward runs a part of one layer again at a time, when the logits are gone: so only the
-    # larger of both counts. (lm_head's copy would go, too; it is counted.)
-    layer = tokens * (max(again) + on_their_way)
-    logits, layer = (logits, 0) if logits > layer else (0, layer)
-    terms["activations"] = math.ceil(tokens * activations + layer)
-    return RankMemory(**terms, loss=math.ceil(loss + logits))
+    weights, gradients, states = terms.values()
+    weights += _fp8_weights(share, c, layout, work, fp8)
+    found = []
+    for freed, *more in moments:
+        gathered, buffers = travelling(share, layout, work, freed)
+        parts = weights + gathered, gradients + buffers, states, *more
+        found.append(RankMemory(*map(math.ceil, parts)))
+    return max(found, key=sum)
+
+
+def _most_alive(plan: Plan, kept: Sequence[float], left: Sequence[float]) -> float:
+    """Bytes at the fullest of a plan: of each chunk those from F to B, and those left until W."""
+    change = {Kind.FORWARD: kept, Kind.WEIGHT: [-number for number in left]}
+    change[Kind.BACKWARD] = [after - before for before, after in zip(kept, left, strict=True)]
+    there = (change[action.kind][action.chunk] for action in plan if action.kind in change)
+    return max(accumulate(there))
+
+
+def _of_loss(
+    c: ModelConfig, layout: Layout, work: Workload, tokens: int, device: str
+) -> tuple[float, float]:
+    """Bytes that a loss keeps until its backward, and those that its last stripe has besides."""
+    wide, narrow = WIDE[work.dtype], BYTES[work.dtype]
+    cast = narrow if narrow < wide else 0
+    E, V = c.hidden_size, math.ceil(c.vocab_size / layout.tp)
+    rows = tokens * (1 + c.num_nextn_predict_layers)  # of all uses of lm_head
+    # The gradients of lm_head and of its input are made along with the loss. And the last norm.
+    norm = norms_keep(device) * wide * tokens / (layout.tp if layout.sequence_parallel else 1)
+    kept = E * (wide * V + narrow * rows + norm)
+    stripe = min(STRIPE_ROWS[device], rows)
+    logits = V * (wide + cast) * stripe  # which become their gradient, and their cast
+    if device == "cpu" or not cast:  # the gradient of lm_head is added up through a product
+        logits = max(logits, V * narrow * (stripe + E))
+    inputs = narrow * E * rows * (1 + (rows > tokens))  # alone, and side by side
+    return kept, logits + cast * V * E + inputs  # with lm_head's copy
 
 
 @lru_cache(maxsize=64)
@@ -173,15 +216,23 @@ def _plan(schedule: Schedule, *sizes: int) -> Plan:
     return schedule.plan(*sizes)
 
 
-def kept_and_repeated(
-    c: ModelConfig, layout: Layout, work: Workload, layer: int, fp8: bool, rows: float = 1.0
+def kept_and_made(
+    c: ModelConfig,
+    layout: Layout,
+    work: Workload,
+    layer: int,
+    fp8: bool,
+    rows: float = 1.0,
+    device: str = "cuda",
 ) -> tuple[float, float]:
-    """Bytes per token that a layer keeps, and those that it has while backward runs it again."""
-    saved, everything = (
-        saved_per_token(c, work.dtype, again, layout, layer, fp8, rows)
-        for again in (work.recompute, "none")
-    )
-    return saved, everything if work.recompute == "full" else everything - saved
+    """Bytes per token that a layer keeps, and those that it has besides in its backward."""
+    of = c, work.dtype
+    saved = saved_per_token(*of, work.recompute, layout, layer, fp8, rows, device)
+    made = made_by_backward(*of, layout, layer, fp8, rows)
+    if work.recompute == "full":  # all but the layer's input is there again
+        made += saved_per_token(*of, "none", layout, layer, fp8, rows, device)
+        made -= saved_per_token(*of, "full", layout, 0)
+    return saved, made
 
 
 def most_rows(layout: Layout, work: Workload) -> float:
@@ -194,21 +245,16 @@ def most_rows(layout: Layout, work: Workload) -> float:
 
 
 def _offloaded(
-    share: Share, saved: Iterable[float], layer_input: float, num_layers: int
+    stage: range, saved: Sequence[float], layer_input: float, num_layers: int
 ) -> tuple[float, float]:
-    """Offload: bytes per token that leave for the host, and those on their way at the fullest."""
-    moved, on_their_way, saved = 0, 0, iter(saved)
-    for stage in share.stages:
-        of_stage = list(islice(saved, len(stage)))
-        leave = of_stage[:num_layers]
-        if leave and stage[0] > 0:
-            leave[0] -= layer_input  # it came from another stage, and stays: see memory/offload.py
-        moved += sum(leave)
-        # Two offloaded layers are here at a time, while the other layers have saved nothing yet, or
-        # freed it.
-        stay = sum(of_stage) - sum(leave)
-        on_their_way = max(on_their_way, 2 * max(leave, default=0) - stay)
-    return moved, on_their_way
+    """Bytes per token that a stage keeps, and those on their way to the host or back."""
+    leave = list(saved[:num_layers])
+    if leave and stage.start:
+        leave[0] -= layer_input  # it came from another stage, and stays: see memory/offload.py
+    stay = sum(saved) - sum(leave)
+    # Two offloaded layers are here at a time, while the other layers have saved nothing yet, or
+    # freed it.
+    return stay, max(0, 2 * max(leave, default=0) - stay)
 
 
 def _fp8_weights(

@@ -107,13 +107,21 @@ class Unit(NamedTuple):
     elements: Counter[str]  # of parts, by kind: "hidden", "others", and "sharded_" of both
     is_end: bool = False  # not of layers
 
+    def buffers(self, layout: Layout) -> float:
+        """Elements of its buffers [n, R]."""
+        return sum(layout.axis_sizes[axis] * R for axis, R in self.rows.items())
+
 
 class Share(NamedTuple):
     """What a rank has of the model."""
 
     stages: list[range]  # of layers
     has_head: bool
-    units: list[Unit]
+    chunks: list[list[Unit]]
+
+    @property
+    def units(self) -> list[Unit]:
+        return list(chain(*self.chunks))
 
     @property
     def layers(self) -> list[int]:
@@ -133,15 +141,21 @@ def share_of_rank(
     stages = layers_of_ranks(c, layout, seq_length)[places["pp"]]
     has_head = stages[-1].stop == c.num_layers
     looks_up = stages[0].start == 0 or (has_head and c.num_nextn_predict_layers > 0)
-    groups = [(EMBEDDING,)] if looks_up else []
-    for window in (window for stage in stages for window in windows(stage, shapes, layout)):
-        groups.append(tuple(name for layer in window for name in names[layer]))
+    chunks = [
+        [
+            tuple(chain(*(names[layer] for layer in window)))
+            for window in windows(stage, shapes, layout)
+        ]
+        for stage in stages
+    ]
+    if looks_up:  # also a V's first chunk, if the depths of its last one do
+        chunks[0 if stages[0].start == 0 else -1].insert(0, (EMBEDDING,))
     if has_head:
         head = (saved_name(HEAD, c.tie_word_embeddings),)
-        groups += [(NORM,)] if head in groups else [(NORM,), head]  # a tied matrix counts once
+        chunks[-1] += [(NORM,)] if head in chain(*chunks) else [(NORM,), head]  # tied: once
     sizes = layout.axis_sizes
-    units = {group: _unit(group, shapes, table, places, sizes) for group in set(groups)}
-    return Share(stages, has_head, [units[group] for group in groups])
+    units = {names: _unit(names, shapes, table, places, sizes) for names in set(chain(*chunks))}
+    return Share(stages, has_head, [[units[names] for names in chunk] for chunk in chunks])
 
 
 def hidden_batches(

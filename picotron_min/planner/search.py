@@ -80,7 +80,8 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
     c, grid = request.model_config, memory.of_parameters_alone(layout)
     tokens, kept, again = work.micro_batch_size * work.seq_length // layout.cp, {}, []
     for has_experts, layer in {c.has_experts(i): i for i in range(c.num_hidden_layers)}.items():
-        kept[has_experts], more = memory.kept_and_repeated(c, layout, work, layer, work.fp8)
+        of_layer = layer, work.fp8, 1.0, request.device
+        kept[has_experts], more = memory.kept_and_made(c, layout, work, *of_layer)
         again.append(more)
     for engine, numbers in choices.schedules(request, layout.pp).items():
         schedule = SCHEDULES[engine]
@@ -88,12 +89,14 @@ def options(request: Request, layout: Layout, work: Workload) -> Iterator[tuple[
             pipeline = Layout(pp=layout.pp, pp_engine=engine, pp_chunks=chunks)
             first = next(iter(ranks_of(c, pipeline, work.seq_length)))
             sizes = 0, layout.pp, work.num_micro_batches, chunks
-            live = 1 if schedule.splits_backward else schedule.live_activations(*sizes)
+            # Of chunks, at least one micro-batch in all; so where B frees a part before its W.
+            least = chunks > 1 or schedule.splits_backward
+            live = 1 if least else schedule.live_activations(*sizes)
             saved = sum(number * kept[has_experts] for number, has_experts in first.layers)
             for kind in request.values("sharding", layout):
                 needed = least_parameters(c, grid, kind, first, work.dtype, work.optimizer)
                 changes = {"pp_engine": engine, "pp_chunks": chunks, "sharding": kind}
-                yield needed + tokens * (saved * live / chunks + min(again)), changes
+                yield needed + tokens * (saved * live + min(again)), changes
 
 
 @lru_cache(maxsize=2**14)
@@ -112,7 +115,7 @@ def least_parameters(
             rows |= {axis: size / sizes[axis]} if is_sharded else {}
         units += number * [Unit([], rows, elements)]
     work = Workload(1, 1, 1, dtype, optimizer=optimizer)
-    return sum(memory.parameter_bytes(Share([], False, units), layout, work).values())
+    return sum(memory.parameter_bytes(Share([], False, [units]), layout, work).values())
 
 
 def ranked(found: Iterable[list[Candidate]]) -> list[list[Candidate]]:
