@@ -153,7 +153,8 @@ def memory(request: Request, of: RankMemory) -> str:
 def traffic(request: Request, best: Candidate) -> str:
     """Bytes that rank 0 sends in a step; how long they travel, and what of that is hidden."""
     lines = ["traffic of rank 0  GB a step   messages  link     seconds  hidden"]
-    ledger = planned_ledger(request.model_config, best.layout, best.workload)
+    sizes = request.model_config, best.layout, best.workload
+    ledger = planned_ledger(*sizes, device=request.device)
     calls = by_axis(ledger.calls)
     for axis, sent in by_axis(ledger).items():
         row = ranks_of_axis(best.layout, axis, 0)

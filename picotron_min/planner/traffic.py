@@ -14,12 +14,14 @@ of a number of the residual stream, of statistics and of gradients. Standard lib
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from functools import partialmethod
 from itertools import chain, pairwise
 
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.extensions.sharding.rows import shard_of
+from picotron_min.layout import BUCKET_BYTES, STRIPE_ROWS
 from picotron_min.planner.activations import BYTES, WIDE
 from picotron_min.planner.links import ranks_of_axis
 from picotron_min.planner.parameters import hidden_batches, layers_of_ranks, share_of_rank
@@ -64,10 +66,14 @@ def by_axis(of: Counter[tuple[str, str]]) -> Counter[str]:
 
 
 def planned_ledger(
-    model_config: ModelConfig, layout: Layout, workload: Workload, rank: int = 0
+    model_config: ModelConfig,
+    layout: Layout,
+    workload: Workload,
+    rank: int = 0,
+    device: str = "cuda",
 ) -> Sent:
     """The bytes by axis and collective, and how often a rank calls each."""
-    step = _Step(model_config, layout, workload, rank)
+    step = _Step(model_config, layout, workload, rank, device)
     step.activations()
     step.parameters()
     X, L = model_config.num_local_experts, model_config.num_layers
@@ -80,8 +86,10 @@ def planned_ledger(
 class _Step:
     """What a rank sends in all micro-batches of a step."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, work: Workload, rank: int) -> None:
-        self.config, self.layout, self.work = config, layout, work
+    def __init__(
+        self, config: ModelConfig, layout: Layout, work: Workload, rank: int, device: str
+    ) -> None:
+        self.config, self.layout, self.work, self.device = config, layout, work, device
         rows = {axis: ranks_of_axis(layout, axis, rank) for axis in (*layout.axis_sizes, "ends")}
         self.places = {axis: row.index(rank) for axis, row in rows.items()}
         self.sent = Sent({axis: len(row) for axis, row in rows.items()})
@@ -102,7 +110,11 @@ class _Step:
             self._boundary(self.m, self.m, self.wide * lookups)
         if ranks[-1] == me:  # see VocabularyParallelHead: its input; and three numbers a token
             self._boundary(self.m, self.m, self.narrow * (1 + further))
-            self.sent.all_reduce("tp", 3 * self.wide * self.tokens * (1 + further), self.m)
+            rows = self.tokens * (1 + further)
+            stripes = math.ceil(rows / STRIPE_ROWS[self.device])
+            for numbers in (1, 2):  # the largest logit; the sum and the target's
+                sent = numbers * self.wide * rows / stripes
+                self.sent.all_reduce("tp", sent, self.m * stripes)
         # An activation to the next stage and a gradient to the one before, if others have them.
         leaving = sum(me in pair and len(set(pair)) == 2 for pair in pairwise(ranks))
         split = layout.tp if layout.sequence_parallel else 1
@@ -164,11 +176,12 @@ class _Step:
         X, k, ranks = c.num_local_experts, c.num_experts_per_tok, layout.ep * layout.etp
         own, row = self.tokens / layout.tp, self.narrow * c.hidden_size  # that a rank brings
         if layout.ep_engine == "allgather":
-            whole, weights = ranks * self.tokens // layout.tp, self.wide * k  # of all ranks
-            self.sent.all_gather("ep_etp", whole * (row + weights + 8 * k), m * forwards)
-            self.sent.reduce_scatter("ep_etp", whole * (row + weights), m)  # backward of both
-            self.sent.reduce_scatter("ep_etp", whole * row, m)  # the sum for each token
-            self.sent.all_gather("ep_etp", whole * row, m)
+            whole = ranks * self.tokens // layout.tp  # tokens of all ranks
+            # Rows, weights and choices, each as a message; the sum for each token; and backward.
+            for width, gathers, sums in ((row, forwards + 1, 2), (self.wide * k, forwards, 1)):
+                self.sent.all_gather("ep_etp", whole * width, m * gathers)
+                self.sent.reduce_scatter("ep_etp", whole * width, m * sums)
+            self.sent.all_gather("ep_etp", whole * 8 * k, m * forwards)
         else:
             rows = own * k * layout.etp * (ranks - 1) / ranks  # that leave
             if routing.moe_pad_expert_input_to_capacity:
@@ -176,9 +189,9 @@ class _Step:
                 rows = capacity * X // layout.ep * (ranks - 1)
             else:  # the numbers of rows, as int64
                 self.sent.all_to_all("ep_etp", 8 * ranks * X // layout.ep, m * forwards)
-            # There with a weight, and back; in backward the same, the other way.
-            self.sent.add("ep_etp", "exchange", rows * (row + self.wide), m * (forwards + 1))
-            self.sent.add("ep_etp", "exchange", rows * row, 2 * m)
+            # There, each with a weight, and back; in backward the same, the other way.
+            self.sent.add("ep_etp", "exchange", rows * row, m * (forwards + 3))
+            self.sent.add("ep_etp", "exchange", rows * self.wide, m * (forwards + 1))
         balances = (routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff)
         if any((*balances, routing.moe_global_aux_loss_coeff)):  # how many tokens experts have
             self.sent.all_reduce("cp_tp", self.wide * self.work.micro_batch_size * X, m)
@@ -196,6 +209,15 @@ class _Step:
                 leaves = sum(numbers) - numbers[places[batch.axis]]
                 sent.add(batch.axis, "exchange", self.narrow * leaves)
         share = share_of_rank(*of)
+        for chunk in share.chunks:  # gradients of what is whole: see data_parallel.py
+            whole = defaultdict(list)
+            for part in chain(*(unit.parts for unit in chunk)):
+                if not shard_of(part.placement):
+                    whole[part.placement.sums].append(self.wide * part.elements)
+            for axis, bucket in (
+                (a, b) for axes in whole for b in buckets(whole[axes]) for a in axes
+            ):
+                sent.all_reduce(axis, bucket)
         is_first, is_last, tied = share.stages[0].start == 0, share.has_head, c.tie_word_embeddings
         looks_further = is_last and c.num_nextn_predict_layers > 0
         # In how many chunks the embedding is, and how many modules use it. One chunk uses it once.
@@ -211,9 +233,6 @@ class _Step:
                 gathers, reductions = uses + (is_last and tied), chunks
             gathers = m * gathers if kind == "parameters" else 1
             reductions = m * reductions if kind in ("gradients", "parameters") else 1
-            for part in unit.parts:
-                for axis in () if shard_of(part.placement) else part.placement.sums:
-                    sent.all_reduce(axis, self.wide * part.elements)
             for axis, R in unit.rows.items():
                 buffer = layout.axis_sizes[axis] * R
                 sent.reduce_scatter(axis, self.wide * buffer, reductions)
@@ -221,3 +240,14 @@ class _Step:
                 for part in unit.parts:
                     for other in part.placement.sums[1:]:  # a tied embedding: the pipeline's ends
                         sent.all_reduce(other, self.wide * R)
+
+
+def buckets(sizes: Sequence[int]) -> Iterator[int]:
+    """The bytes of each bucket that has gradients of these bytes, in the order of the forward."""
+    filled = 0
+    for size in reversed(sizes):
+        if filled and filled + size > BUCKET_BYTES:
+            yield filled
+            filled = 0
+        filled += size
+    yield filled

@@ -37,13 +37,14 @@ def config_of(model: ModelConfig, **options) -> Config:
     return parse_config(raw)
 
 
-def sent_in_a_step(config: Config, model: ModelConfig) -> tuple[dict, dict]:
-    """Bytes by axis, and by axis and collective."""
+def sent_in_a_step(config: Config, model: ModelConfig) -> tuple[dict, dict, dict]:
+    """Bytes by axis; bytes and calls by axis and collective, where there are any."""
     training = make_training(config, model)
     training.step(0)
-    ledgers = {axis.name: axis.ledger.bytes.items() for axis in training.axes}
-    by_collective = {(name, kind): n for name, sent in ledgers.items() for kind, n in sent if n}
-    return take_bytes(training.axes), by_collective
+    kinds = [(axis, kind) for axis in training.axes for kind, n in axis.ledger.bytes.items() if n]
+    sent = {(axis.name, kind): axis.ledger.bytes[kind] for axis, kind in kinds}
+    calls = {(axis.name, kind): axis.ledger.calls[kind] for axis, kind in kinds}
+    return take_bytes(training.axes), sent, calls
 
 
 TIED, EXPERTS = {"tie_word_embeddings": True}, {"num_local_experts": 4, "moe_intermediate_size": 16}
@@ -114,6 +115,9 @@ def options_of(text: str) -> tuple[ModelConfig, Config]:
 def test_planned_traffic_is_what_a_step_sends(pool, text):
     model, config = options_of(text)
     sizes = model, config.layout, config.workload
-    for rank, (sent, by) in enumerate(pool.run(config.world_size, sent_in_a_step, config, model)):
-        assert planned_traffic(*sizes, rank) == sent, rank
-        assert {k: n for k, n in planned_ledger(*sizes, rank).items() if n} == pytest.approx(by)
+    steps = pool.run(config.world_size, sent_in_a_step, config, model)
+    for rank, (by_axis, sent, calls) in enumerate(steps):
+        assert planned_traffic(*sizes, rank) == by_axis, rank
+        planned = planned_ledger(*sizes, rank)
+        assert {kind: n for kind, n in planned.items() if n} == pytest.approx(sent)
+        assert {kind: planned.calls[kind] for kind in calls} == calls
