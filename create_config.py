@@ -55,7 +55,7 @@ def create(arguments: list[str] | None) -> None:
     raw = read_json(flags.check) if flags.check else to_config(flags)
     config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
     if flags.check:
-        return describe(config, flags.gpu)
+        return describe(config, flags.gpu, flags.check)
     path = Path(flags.out_dir, flags.exp_name, "config.json")
     if not path.resolve().is_relative_to(Path(flags.out_dir).resolve()):
         raise ConfigError(f"--exp_name {flags.exp_name} is outside --out_dir: name a folder in it")
@@ -69,7 +69,7 @@ def create(arguments: list[str] | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
-    describe(config, flags.gpu)
+    describe(config, flags.gpu, path)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
 
 
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out_dir", help="folder of all experiments", **given)
     parser.add_argument("--exp_name", help="folder of this one, and its run_name", **given)
     parser.add_argument("--force", action="store_true", default=False, help="overwrite the file")
-    parser.add_argument("--check", type=Path, metavar="FILE", default=None, help="check this file")
+    parser.add_argument("--check", type=Path, default=None, help="check this file")
     about = f"whose step is predicted, if the run is on GPUs; default: {ASSUMED_GPU}"
     parser.add_argument("--gpu", choices=GPUS, default=None, help=about)
     for where, schema in KEYS.items():

@@ -3,13 +3,11 @@
 search --model Llama-3.1-8B --gpu H100 --gpus 64 --seq_length 8192 --global_batch 512
                                       the best layouts; --write FILE makes the first a config
 config FILE --gpu H100                what is predicted for a config, without a search
-config FILE --metrics FILE            predicted beside measured
 calibrate CONFIG METRICS ...          what your machine reaches, from runs on it
 validate tests/published_runs*.csv    the time model beside published runs
 """
 
 import json
-import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -27,11 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 the user's mistakes, or nothing fits."""
     flags = build_parser().parse_args(arguments)
     try:
+        config_files.refuse_out_of_bounds(flags)
         flags.run(flags)
         return 0
     except OSError as error:
-        where = f"{error.filename}: {error.strerror}: name another file"
-        problems = where if error.filename else str(error)  # of a closed pipe
+        problems = f"{error}: name another file"
     except ValueError as error:
         problems = str(error)  # a line for each
     print("error: " + problems.replace("\n", "\nerror: "), file=sys.stderr)
@@ -54,7 +52,6 @@ def build_parser() -> ArgumentParser:
     command("search", run_search, add_search, add_machine, add_prediction)
     add = command("config", run_config, add_machine, add_prediction)
     add("file", type=Path, metavar="FILE")
-    add("--metrics", type=Path, metavar="FILE", help="and show what its run measured")
     add = command("calibrate", run_calibration, add_machine)
     add("files", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
     add("--hardware", type=Path, default=HARDWARE, metavar="FILE", help="default: %(default)s")
@@ -64,30 +61,27 @@ def build_parser() -> ArgumentParser:
 
 
 def add_search(add: Callable) -> None:
-    positive, few = above_zero(int), above_zero(int, 2**20)
     add("--model", required=True, help="a preset, or a folder in Hugging Face form")
-    add("--gpus", type=few, required=True, metavar="N", help="how many")
-    add("--seq_length", type=positive, required=True, metavar="N", help="tokens")
-    add("--global_batch", type=few, required=True, metavar="N", help="sequences, not tokens")
+    add("--gpus", type=int, required=True, metavar="N", help="how many")
+    add("--seq_length", type=int, required=True, metavar="N", help="tokens")
+    add("--global_batch", type=int, required=True, metavar="N", help="sequences, not tokens")
     add("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on GPUs")
     add("--precision", choices=["bf16", "fp8"], default="bf16", help="of the layers' linears")
     add("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
     add("--compile", action="store_true", help="with model.compile")
-    add("--max_tp", type=positive, metavar="N", help="default: GPUs of a node, at most 8")
     add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
-    add("--top", type=positive, default=10, metavar="N", help="layouts in the table")
+    add("--top", type=int, default=10, metavar="N", help="layouts in the table")
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
 
 
 def add_machine(add: Callable) -> None:
     add("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu; default: H100")
-    add("--gpus_per_node", type=above_zero(int), metavar="N", help="default: 8 of most GPUs")
-    add("--network", type=above_zero(float), metavar="GBIT", help="a second and GPU; default: 400")
-    add("--cores", type=above_zero(int), metavar="N", help="of a CPU, which its ranks share")
+    add("--gpus_per_node", type=int, metavar="N", help="default: 8 of most GPUs")
+    add("--network", type=float, metavar="GBIT", help="a second and GPU; default: 400")
+    add("--cores", type=int, metavar="N", help="of a CPU, which its ranks share")
 
 
 def add_prediction(add: Callable) -> None:
-    add("--fill", type=above_zero(float, 1), default=0.92, help="share of memory to plan with")
     add("--hardware", type=written, default=HARDWARE, metavar="FILE", help="from calibrate")
     add("--json", action="store_true", help="print numbers, not text")
 
@@ -101,19 +95,6 @@ def written(text: str) -> Path:
     return path
 
 
-def above_zero(kind: type, most: float = math.inf) -> Callable[[str], float]:
-    """A reader of numbers above 0 and to `most`, for argparse."""
-
-    def read(text: str) -> float:
-        if not 0 < (value := kind(text)) < math.inf or value > most:  # argparse adds the text
-            limit = f" and at most {most}" * (most < math.inf)
-            raise ArgumentTypeError(f"{text} is not above 0{limit}")
-        return value
-
-    read.__name__ = kind.__name__  # in argparse's message for what is no number
-    return read
-
-
 def run_search(flags: Namespace) -> None:
     """the best layouts of a model"""
     request = config_files.asked_by(flags)
@@ -121,27 +102,23 @@ def run_search(flags: Namespace) -> None:
     if not found:
         raise ValueError(nothing_fits(request))
     if flags.json:
-        numbers = [show.as_numbers(request, candidate) for candidate, *_ in found]
+        numbers = [show.as_numbers(request, candidate) for candidate in found]
         print(json.dumps(numbers, indent=2))
     else:
         print(show.plan_text(request, found))
     if flags.write:
-        config_files.write(request, found[0][0], flags.write)
+        config_files.write(request, found[0], flags.write)
         left = "dataset.name, training.learning_rate and total_train_steps, checkpoint.load_path"
         print(f"\nwrote {flags.write}: yours to add are {left}", file=sys.stderr)
 
 
 def run_config(flags: Namespace) -> None:
     """what is predicted for a config"""
-    request, candidate = config_files.of_config(flags, flags.file, fill=flags.fill)
-    measured = flags.metrics and calibrate.read_metrics(flags.metrics, request, candidate)
+    request, candidate = config_files.of_config(flags, flags.file)
     if flags.json:
-        real = {"measured": measured and measured.model_dump(exclude={"step"})}
-        return print(json.dumps(show.as_numbers(request, candidate) | real, indent=2))
-    blocks = [show.table(request, [[candidate]]), show.details(request, candidate)]
-    blocks += [show.uncertain(request, candidate)]
-    blocks += [show.beside(request, candidate, measured)] if measured else []
-    print("\n\n".join(blocks))
+        print(json.dumps(show.as_numbers(request, candidate), indent=2))
+    else:
+        print(show.blocks(request, [candidate]))
 
 
 def run_calibration(flags: Namespace) -> None:
@@ -152,9 +129,9 @@ def run_calibration(flags: Namespace) -> None:
     runs = []
     for config, metrics in zip(files[::2], files[1::2], strict=True):
         request, candidate = config_files.of_config(flags, config)
-        measured = calibrate.read_metrics(metrics, request, candidate)
+        seconds = calibrate.read_metrics(metrics, request, candidate)
         setting = request.setting(candidate.layout, candidate.workload)
-        runs.append(calibrate.Observation(setting, measured.step_seconds))
+        runs.append(calibrate.Observation(setting, seconds))
     found = calibrate.calibrate(runs)
     gpu = replace(runs[0].setting.gpu, **found)
     for name in calibrate.CALIBRATED:

@@ -48,7 +48,6 @@ def saved_per_token(
     attention repeats K and V for all query heads: see kernels/attention.py.
     """
     c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
-    _refuse_unknown(c)
     wide, narrow, n = WIDE[dtype], BYTES[dtype], norms_keep(device)
     split = tp if layout.sequence_parallel else 1  # ranks that share what is wide
     is_further = layer >= c.num_hidden_layers
@@ -91,13 +90,8 @@ def made_by_backward(
     experts     E; 3 F in each row                  less F that are freed
     if they wait                                    E, down's gradient, and nothing is freed
     """
-    c, E, tp, wide, narrow = (
-        model_config,
-        model_config.hidden_size,
-        layout.tp,
-        WIDE[dtype],
-        BYTES[dtype],
-    )
+    c, E, tp = model_config, model_config.hidden_size, layout.tp
+    wide, narrow = WIDE[dtype], BYTES[dtype]
     waits = tp > 1 or layout.schedule.splits_backward
     made = wide * E / (tp if layout.sequence_parallel else 1) + waits * narrow * E
     if c.has_experts(layer):

@@ -36,7 +36,6 @@ class Measured(BaseModel, allow_inf_nan=False, strict=True):
     step: NonNegativeInt
     step_seconds: float = Field(gt=0)
     comm_bytes: dict[str, NonNegativeInt]  # by axis
-    memory_gb: float = Field(ge=0)
 
 
 class Event(BaseModel):
@@ -45,8 +44,8 @@ class Event(BaseModel):
     start: dict[str, object]
 
 
-def read_metrics(path: Path, request: Request, candidate: Candidate) -> Measured:
-    """What a run of this config measured; ValueError if it was of another, or too short."""
+def read_metrics(path: Path, request: Request, candidate: Candidate) -> float:
+    """Seconds of a step of a run of this config; ValueError if it was of another, or too short."""
     log = path.parent / RUN_LOG  # a start for each time that the run resumed
     starts = [*_records(log, Event)] if log.is_file() else []
     begin = starts[-1].start.get("after_step", 0) if starts else 0
@@ -63,8 +62,7 @@ def read_metrics(path: Path, request: Request, candidate: Candidate) -> Measured
         used, ours = (" ".join(sorted(axes)) or "none" for axes in (theirs, planned))
         why = f"{path} is of a run that sent over the axes {used}; the config's are {ours}"
         raise ValueError(f"{why}: name the metrics of a run of this config")
-    seconds = median(record.step_seconds for record in after[WARM_UP:])
-    return after[-1].model_copy(update={"step_seconds": seconds})
+    return median(record.step_seconds for record in after[WARM_UP:])
 
 
 def _records(path: Path, kind: type[BaseModel]) -> Iterator:

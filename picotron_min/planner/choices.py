@@ -24,7 +24,9 @@ from picotron_min.runtime.config import KEY, KEYS, Config, Distributed, Model, T
 from picotron_min.runtime.config_checks import layout_problems, model_problems
 from picotron_min.runtime.hardware import Gpu
 
+FILL = 0.92  # share of the memory that may be planned
 LIBRARY_BYTES = 1e9  # of CUDA and NCCL, on each GPU
+MOST_TP = 8  # also where more GPUs are in a node
 # What is chosen, by the names of Layout and Workload: where config.json has it.
 CHOICES = {axis: f"distributed.{axis}_size" for axis in ("tp", "cp", "pp", "dp", "ep", "etp")}
 _NAMES = ("sequence_parallel", "pp_engine", "pp_chunks", "cp_engine", "ep_engine", "sharding")
@@ -42,8 +44,6 @@ class Request:
     work: Workload  # but its micro-batches and recompute, which are chosen
     global_batch: int  # sequences a step
     model_name: str = "tiny"
-    fill: float = 0.92  # share of the memory that may be planned
-    max_tp: int = 8
     fixed: Mapping[str, object] = field(default_factory=dict)  # some of CHOICES
 
     @property
@@ -53,12 +53,12 @@ class Request:
     @property
     def budget(self) -> float:
         """Bytes of a GPU that a plan may use."""
-        return self.fill * self.gpu.memory - (LIBRARY_BYTES if self.device == "cuda" else 0)
+        return FILL * self.gpu.memory - (LIBRARY_BYTES if self.device == "cuda" else 0)
 
     @property
     def budget_text(self) -> str:
         """The budget, and how it is computed."""
-        made = f"{self.gpu.memory / 1e9:.0f} x {self.fill:g}"
+        made = f"{self.gpu.memory / 1e9:.0f} x {FILL:g}"
         made += f" - {LIBRARY_BYTES / 1e9:.0f} for libraries" if self.device == "cuda" else ""
         return f"{gb(self.budget)} ({made})"
 
@@ -80,7 +80,7 @@ class Request:
             return [self.fixed[name]]
         match name:
             case "tp":
-                return [n for n in divisors(gpus) if n <= self.max_tp]
+                return [n for n in divisors(gpus) if n <= min(MOST_TP, self.gpu.gpus_per_node)]
             case "cp":
                 return divisors(gpus // (tp * pp) or 1)
             case "pp":

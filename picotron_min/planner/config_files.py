@@ -6,7 +6,6 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,9 +19,15 @@ from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.json_file import parse_json, read_json
 from picotron_min.runtime.wording import choice, mistake
 
-ALIASES = {"sp": "sequence_parallel", "engine": "pp_engine", "chunks": "pp_chunks"}
-ALIASES |= {"mbs": "micro_batch_size"}
-MOST_TP = 8  # by default, also where more GPUs are in a node
+NUMBERS = ("gpus", "seq_length", "global_batch", "top", "gpus_per_node", "network", "cores")
+MOST = 2**20  # of each: above it a search takes hours
+
+
+def refuse_out_of_bounds(flags: argparse.Namespace) -> None:
+    """ValueError for a flag's number that is not above 0, or far too large."""
+    for name, value in vars(flags).items():
+        if name in NUMBERS and value is not None and not 0 < value <= MOST:
+            raise ValueError(f"--{name} {value}: use a number above 0 and at most {MOST}")
 
 
 def asked_by(flags: argparse.Namespace) -> Request:
@@ -33,27 +38,21 @@ def asked_by(flags: argparse.Namespace) -> Request:
     asked["model"]["fp8"] = flags.precision == "fp8"
     asked["training"] = {"seq_length": flags.seq_length, "optimizer": flags.optimizer}
     config = parse_config(asked)
-    options = {"fill": flags.fill, "max_tp": flags.max_tp or min(MOST_TP, gpu.gpus_per_node)}
-    options |= {"gpus": flags.gpus, "global_batch": flags.global_batch}
-    options |= {"fixed": fixed_choices(flags.fix)}
-    return request_of(config, gpu, **options)
+    options = {"gpus": flags.gpus, "global_batch": flags.global_batch}
+    return request_of(config, gpu, **options, fixed=fixed_choices(flags.fix))
 
 
-def of_config(
-    flags: argparse.Namespace, path: Path, **options: object
-) -> tuple[Request, Candidate]:
+def of_config(flags: argparse.Namespace, path: Path) -> tuple[Request, Candidate]:
     """A config file as it is, with what is predicted for it."""
     config = parse_config(read_json(path))
     name = flags.gpu or ("cpu" if config.distributed.use_cpu else "H100")
     if config.distributed.use_cpu and name != "cpu":
         raise ValueError(f"--gpu {name}: not used for {path}, which has use_cpu true; leave it out")
-    gpu = gpu_of(flags, name, config.world_size)
-    return predicted(config, gpu, **options)
+    return predicted(config, gpu_of(flags, name, config.world_size))
 
 
-def predicted(config: Config, gpu: Gpu, **options) -> tuple[Request, Candidate]:
-    """A config on a GPU, with options of Request."""
-    request = request_of(config, gpu, **options)
+def predicted(config: Config, gpu: Gpu) -> tuple[Request, Candidate]:
+    request = request_of(config, gpu)
     return request, request.candidate(config.layout, config.workload)
 
 
@@ -62,12 +61,10 @@ def request_of(config: Config, gpu: Gpu, **options) -> Request:
     if not is_known_here(config.model.name):
         raise ConfigError(f"model.name={config.model.name}: download it and name its folder")
     work = config.workload
-    if work.fp8 and "float8" not in gpu.peaks:
-        with_8_bits = choice(name for name, other in GPUS.items() if "float8" in other.peaks)
-        raise ValueError(f"{gpu.name} does not multiply in 8 bits: use {with_8_bits}, or bfloat16")
-    if work.dtype not in gpu.peaks:
-        why = f"--gpu {gpu.name} has no peak for {work.dtype}"
-        raise ValueError(f"{why}: use {choice(gpu.peaks)}")
+    kind = "float8" if work.fp8 else work.dtype
+    if kind not in gpu.peaks:
+        others = choice(name for name, other in GPUS.items() if kind in other.peaks)
+        raise ValueError(f"--gpu {gpu.name} has no peak for {kind}: use {others}, or another dtype")
     of_config = {"gpus": config.world_size, "global_batch": config.global_batch}
     of_config |= {"work": work, "model_name": config.model.name}
     return Request(resolve_model(config), gpu, **of_config | options)
@@ -111,11 +108,9 @@ def fixed_choices(text: str) -> dict[str, object]:
     fixed = {}
     for pair in filter(None, text.split(",")):
         name, _, value = (part.strip() for part in pair.partition("="))
-        name = ALIASES.get(name, name)
         if name not in CHOICES or name in fixed:
-            near = get_close_matches(name, CHOICES, 1) or [choice(CHOICES)]
             why = f"{pair} is not known or there twice"
-            raise ValueError(f"--fix {text}: {why}: use {near[0]} once")
+            raise ValueError(f"--fix {text}: {why}: use {choice(CHOICES)} once")
         section, key = CHOICES[name].split(".")
         with suppress(ValueError):  # else it is text
             value = parse_json(value)

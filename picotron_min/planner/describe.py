@@ -1,13 +1,13 @@
 """What a config means, as create_config.py prints it: ranks, batch, memory, a predicted step."""
 
 import shlex
-from itertools import islice, product
+from pathlib import Path
 
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.planner.config_files import predicted
 from picotron_min.planner.memory import gb, memory_per_rank
-from picotron_min.planner.show import OTHERS_RUNS, about_documents, measures
+from picotron_min.planner.show import OTHERS_RUNS, about_documents, measures, memory_lines
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import is_known_here, resolve_model
 from picotron_min.runtime.hardware import GPUS, Gpu
@@ -17,13 +17,12 @@ from picotron_min.runtime.wording import counted
 ASSUMED_GPU = "H100"  # this machine need not have any
 
 
-def describe(config: Config, gpu_name: str | None) -> None:
+def describe(config: Config, gpu_name: str | None, path: Path) -> None:
     """Print what the config means, and the predicted step if the run is on GPUs."""
     gpu = GPUS[gpu_name or ASSUMED_GPU]
     t, sizes, tokenizer = config.training, config.layout.sizes, config.tokenizer
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes._asdict().items())
     print(f"\nprocesses        {config.world_size} = {layout}")
-    print_rank_grid(sizes)
     sequences = counted(t.micro_batch_size, "sequence")
     batches = counted(t.gradient_accumulation_steps, "micro-batch")
     product = f"{sizes.dp} dp x {sequences} x {batches} x {t.seq_length}"
@@ -39,61 +38,28 @@ def describe(config: Config, gpu_name: str | None) -> None:
     print(f"parameters       {count:,}, {matmul:,} a token is multiplied with")
     if model_config.num_local_experts:
         print_experts(config, model_config)
-    print_memory(config, model_config)
+    device = "cpu" if config.distributed.use_cpu else "cuda"
+    memory = memory_per_rank(model_config, config.layout, config.workload, device)
+    print(
+        f"memory           {gb(memory.total)}, on the fullest rank", *memory_lines(memory), sep="\n"
+    )
     if config.distributed.use_cpu and config.model.offload:
         print("offload          saves nothing on a CPU: the copies are in the same memory")
     if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:
         print_prediction(config, gpu)
         if not gpu_name:
             print(f"  {ASSUMED_GPU} is assumed: name another with --gpu, or add --use_cpu")
-
-
-def print_rank_grid(sizes: tuple[int, ...], most_rows: int = 8) -> None:
-    *rows, tp = sizes
-    for row, (pp, dp, cp) in enumerate(islice(product(*map(range, rows)), most_rows)):
-        ranks = f"rank {row * tp}" if tp == 1 else f"ranks {row * tp} to {row * tp + tp - 1} (tp)"
-        print(f"  pp {pp}  dp {dp}  cp {cp}   {ranks}")
-    if (more := rows[0] * rows[1] * rows[2] - most_rows) > 0:
-        print(f"  and {counted(more, 'more row')}")
+        command = f"python -m picotron_min.dry_run --config {shlex.quote(str(path))}"
+        print(f"  a rank's memory and messages, from its real step, without a GPU:  {command}")
 
 
 def print_experts(config: Config, c: ModelConfig) -> None:
     layout, X, t = config.layout, c.num_local_experts, config.training
-    layers = counted(sum(map(c.has_experts, range(c.num_hidden_layers))), "layer")
-    parts = f", each cut over {layout.etp} (etp)" if layout.etp > 1 else ""
-    print(f"experts          {X} in each of {layers}, {c.num_experts_per_tok} of them a token")
-    print(f"  {X // layout.ep} of a layer on a rank (ep {layout.ep}){parts}")
+    here = f"{X // layout.ep} of a layer on a rank (ep {layout.ep}, etp {layout.etp})"
+    print(f"experts          {X} a layer, {c.num_experts_per_tok} of them a token; {here}")
     if not (t.moe_expert_capacity_factor or t.moe_expert_rank_capacity_factor):
         print("  without moe_expert_capacity_factor their activations have no bound: all tokens")
         print("  may choose the same experts; the memory below is for tokens spread evenly")
-
-
-def print_memory(config: Config, model_config: ModelConfig) -> None:
-    m, t, sharding = config.model, config.training, config.layout.sharding
-    device = "cpu" if config.distributed.use_cpu else "cuda"
-    memory = memory_per_rank(model_config, config.layout, config.workload, device)
-    print("memory per rank  of the rank that needs most, by memory_per_rank of planner/memory.py:")
-    each = f"{8 if m.dtype == 'float64' else 4} bytes a parameter"
-    each += " of this rank" if sharding == "none" else f', sharding "{sharding}"'
-    copy = ", + 2 bytes for bfloat16 copies" if m.dtype == "bfloat16" else ""
-    copy = ", + 2 bytes for copies to multiply with" if m.fp8 else copy
-    states = {"adamw": "two more", "muon": "one more for a hidden matrix, else two", "sgd": "none"}
-    offload = f", offload {m.offload}" if m.offload else ""
-    formulas = {
-        "weights": each + copy,
-        "gradients": each,
-        "optimizer_state": f"{states[t.optimizer]} ({t.optimizer})",
-        "activations": f"saved_per_token, recompute {m.recompute}{offload}",
-        "loss": "logits of a stripe, gradients of lm_head and its input",
-        "total": "without torch itself and temporaries",
-    }
-    for what, formula in formulas.items():
-        count = getattr(memory, what)
-        size = f"{count / 1e9:>9.3f} GB" if count >= 1e8 else f"{count / 1e6:>9.3f} MB"
-        print(f"  {what.replace('_', ' ').replace('total', 'together'):<15}{size}   {formula}")
-    sent = {"gradients": "gradients are", "parameters": "weights and gradients are"}
-    if sharding in sent and (batches := t.gradient_accumulation_steps) > 1:
-        print(f"  {sent[sharding]} sent for each micro-batch: {batches} times a step")
 
 
 def print_prediction(config: Config, gpu: Gpu) -> None:
@@ -118,11 +84,10 @@ def print_prediction(config: Config, gpu: Gpu) -> None:
 
 def planner_command(config: Config, gpu: Gpu) -> str:
     """The same run, whose layout is to be planned."""
-    m, t = config.model, config.training
+    m, t, command = config.model, config.training, "python -m picotron_min.planner search"
     if m.overrides:  # which the planner cannot be told
-        return "python -m picotron_min.planner search --help"
-    words = ["python", "-m", "picotron_min.planner", "search", "--model", m.name, "--gpu", gpu.name]
-    words += ["--gpus", config.world_size, "--seq_length", t.seq_length]
-    words += ["--global_batch", config.global_batch, "--dtype", m.dtype, "--optimizer", t.optimizer]
-    words += ["--precision", "fp8"] * m.fp8 + ["--compile"] * m.compile
-    return shlex.join(map(str, words))
+        return f"{command} --help"
+    command += f" --model {shlex.quote(m.name)} --gpu {gpu.name} --gpus {config.world_size}"
+    command += f" --seq_length {t.seq_length} --global_batch {config.global_batch}"
+    command += f" --dtype {m.dtype} --optimizer {t.optimizer}"
+    return command + " --precision fp8" * m.fp8 + " --compile" * m.compile

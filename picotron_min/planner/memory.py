@@ -45,6 +45,9 @@ class RankMemory(NamedTuple):
         return sum(self)
 
 
+LEFT_OUT = "CUDA's context, NCCL's buffers, kernels' workspaces, gaps between tensors"
+
+
 def gb(number: float) -> str:
     return f"{gigabytes(number)} GB"
 
@@ -58,9 +61,9 @@ def memory_per_rank(
 ) -> RankMemory:
     """The memory of the pipeline rank that needs most, with as many rows of experts as may come.
 
-    Not counted: temporaries of the optimizer and of collectives, statistics of norms and attention,
-    the numbers of the experts that tokens use, the [S, S] matrices of attention that is not fused,
-    the allocator's slack, and torch itself.
+    Not counted: what LEFT_OUT says, temporaries of the optimizer and of collectives, statistics of
+    norms and attention, the numbers of the experts that tokens use, and the [S, S] matrices of
+    attention that is not fused.
     """
     return max(memory_of_ranks(model_config, layout, workload, device), key=sum)
 
@@ -264,6 +267,6 @@ def _fp8_weights(
     linears = (LayerParameters.of(c, layout, c.has_experts(i)).linears for i in share.layers)
     layers = [2 * fp8[i] * int(size) for i, size in zip(share.layers, linears, strict=True)]
     if layout.sharding == "parameters":  # of the window that computes
-        return max(layers) * math.ceil(len(layers) / len(share.windows))
+        return max(layers) * math.ceil(len(layers) / sum(not unit.is_end for unit in share.units))
     replaced = work.dtype == "bfloat16" and layout.sharding == "none"
     return 0 if replaced else sum(layers)

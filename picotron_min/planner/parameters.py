@@ -127,11 +127,6 @@ class Share(NamedTuple):
     def layers(self) -> list[int]:
         return list(chain(*self.stages))
 
-    @property
-    def windows(self) -> list[dict[str, float]]:
-        """The rows of each window of layers."""
-        return [unit.rows for unit in self.units if not unit.is_end]
-
 
 def share_of_rank(
     model_config: ModelConfig, layout: Layout, seq_length: int, places: Mapping[str, int]

@@ -8,7 +8,7 @@ much memory is never timed; what is fast enough is then counted exactly, by memo
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -19,24 +19,21 @@ from picotron_min.extensions.schedules.registry import SCHEDULES
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner import choices, memory
 from picotron_min.planner.choices import Candidate, Request, rule_problems
-from picotron_min.planner.memory import gb, gigabytes
+from picotron_min.planner.memory import gb
 from picotron_min.planner.parameters import LayerParameters, Rank, Share, Unit, ranks_of
 from picotron_min.planner.step_time import StepTime
-from picotron_min.runtime.wording import choice
 
 TIE = 1.005  # predictions that are this close are equal
 
 
-def search(request: Request, top: int = 10) -> list[list[Candidate]]:
+def search(request: Request, top: int = 10) -> list[Candidate]:
     """The best layouts that fit, the fastest first; none if nothing does.
 
-    Those in one list differ in nothing that the table prints of time and memory. Of layouts that
-    differ only in the number of chunks a rank, the fastest one that fits.
+    Of layouts that differ only in the number of chunks a rank, the fastest one that fits.
     """
-    found: dict[str, list[Candidate]] = {}
-    settled, limits = set(), []
+    found, settled = [], set()
     for seconds, _, layout, work, prediction in by_time(request):
-        if len(found) >= top and seconds > TIE * limits[top - 1]:
+        if len(found) >= top and seconds > TIE * found[top - 1].prediction.step:
             break
         but_for_chunks = replace(layout, pp_chunks=1), work
         if but_for_chunks in settled or rule_problems(request, layout, work):
@@ -44,11 +41,8 @@ def search(request: Request, top: int = 10) -> list[list[Candidate]]:
         needed = request.memory(layout, work)
         if needed.total <= request.budget:
             settled.add(but_for_chunks)
-            printed = f"{seconds:.4g} {gigabytes(needed.total)} {prediction.bubble:.1%}"
-            limits += [seconds] if printed not in found else []
-            candidate = Candidate(layout, work, prediction, needed)
-            found.setdefault(printed, []).append(candidate)
-    return ranked(found.values())[:top]
+            found.append(Candidate(layout, work, prediction, needed))
+    return ranked(found)[:top]
 
 
 def by_time(request: Request) -> Iterator[tuple]:
@@ -118,13 +112,12 @@ def least_parameters(
     return sum(memory.parameter_bytes(Share([], False, [units]), layout, work).values())
 
 
-def ranked(found: Iterable[list[Candidate]]) -> list[list[Candidate]]:
+def ranked(found: list[Candidate]) -> list[Candidate]:
     """By the printed step; but first, of all as fast as the fastest, that with the fewest axes."""
-    lines = sorted((sorted(equal, key=order) for equal in found), key=lambda e: order(e[0]))
-    limit = TIE * min((c.prediction.step for equal in lines for c in equal), default=0.0)
-    fast = [equal for equal in lines if equal[0].prediction.step <= limit]
-    best = min(fast, key=lambda equal: order(equal[0])[1:], default=None)
-    return sorted(lines, key=lambda equal: equal is not best)  # which keeps the order of others
+    found = sorted(found, key=order)
+    fast = [c for c in found if c.prediction.step <= TIE * found[0].prediction.step]
+    best = min(fast, key=lambda c: order(c)[1:], default=None)
+    return sorted(found, key=lambda c: c is not best)  # which keeps the order of others
 
 
 def order(candidate: Candidate) -> tuple[float, int, float]:
@@ -134,17 +127,16 @@ def order(candidate: Candidate) -> tuple[float, int, float]:
 
 
 def nothing_fits(request: Request) -> str:
-    """Why there is no plan, with the numbers and the nearest remedy."""
-    fixed = ",".join(f"{name}={value}" for name, value in request.fixed.items())
-    kept = f" with --fix {fixed}" if fixed else ""
+    """Why there is no plan, with the numbers and the remedy."""
+    kept = ",".join(f"{name}={value}" for name, value in request.fixed.items())
+    with_fix, or_fix = (f" with --fix {kept}", ", or leave out --fix") if kept else ("", "")
     smallest = least_of_all(request)
     if smallest == math.inf:
         batch = f"{request.global_batch} sequences of {request.work.seq_length} tokens"
-        why = f"no layout of {request.gpus} GPUs suits the model and {batch}{kept}"
-        flags = ["--gpus", "--global_batch", *(["--fix"] if kept else [])]
-        return f"{why}: use another {choice(flags)}"
-    problem = f"the smallest layout needs {gb(smallest)} a GPU of {request.budget_text}"
-    return f"{problem}{kept}: {remedy(request)}"
+        why = f"no layout of {request.gpus} GPUs suits the model and {batch}{with_fix}"
+        return f"{why}: use another --gpus or --global_batch{or_fix}"
+    why = f"the smallest layout needs {gb(smallest)} a GPU of {request.budget_text}{with_fix}"
+    return f"{why}: use more GPUs, a smaller model or shorter sequences{or_fix}"
 
 
 def least_of_all(request: Request) -> float:
@@ -158,16 +150,3 @@ def least_of_all(request: Request) -> float:
         if not rule_problems(request, layout, work):
             smallest = min(smallest, request.memory(layout, work).total)
     return smallest
-
-
-def remedy(request: Request) -> str:
-    """The nearest change with which something fits."""
-    for name in request.fixed:
-        fixed = {key: value for key, value in request.fixed.items() if key != name}
-        if search(replace(request, fixed=fixed), top=1):
-            return f"leave {name} out of --fix"
-    for factor in (2, 4, 8, 16, 32, 64):
-        more = replace(request, gpus=factor * request.gpus)
-        if search(more, top=1):
-            return f"use {more.gpus} GPUs"
-    return "use a smaller model or shorter sequences"

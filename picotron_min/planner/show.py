@@ -1,22 +1,19 @@
 """A plan as text: the best layouts, then all about the first of them."""
 
+from collections.abc import Iterator
+
 from picotron_min import costs
-from picotron_min.extensions.schedules.registry import plan_on_paper
-from picotron_min.planner.calibrate import Measured
 from picotron_min.planner.choices import CHOICES, Candidate, Request
-from picotron_min.planner.explain import EXPLAINED, lines_of, shown, why
+from picotron_min.planner.explain import lines_of, why
 from picotron_min.planner.links import link, ranks_of_axis
-from picotron_min.planner.memory import RankMemory, gb, gigabytes
+from picotron_min.planner.memory import LEFT_OUT, RankMemory, gb, gigabytes
 from picotron_min.planner.traffic import by_axis, planned_ledger, planned_traffic
 from picotron_min.planner.uncertainty import interval, is_toss_up, unlike
-from picotron_min.runtime.draw import draw
 from picotron_min.runtime.hardware import hardware_flops_per_token
 
-MOST_EQUAL = 3  # of a line of the table
-MOST_DRAWN = 4000  # actions of a drawing
 WIDTH = 100  # of lines
 LEGEND = """\
-s: sequence parallelism, u: Ulysses, 1 x 4: sequences of a micro-batch x micro-batches, =: as fast;
+s: sequence parallelism, u: Ulysses, 1 x 4: sequences of a micro-batch x micro-batches;
 passes: over memory. First is the one with fewest axes within 0.5% of the fastest, then by step.
 ~: a toss-up with the first, whose step differs by less than the 90% interval of the difference."""
 OTHERS_RUNS = "No GPU has run this code yet: times rest on 174 published runs of others."
@@ -26,13 +23,19 @@ NOT_COUNTED = (
 )
 
 
-def plan_text(request: Request, found: list[list[Candidate]]) -> str:
+def plan_text(request: Request, found: list[Candidate]) -> str:
     """The table of the best layouts, and the details and reasons of the first."""
-    best = found[0][0]
+    best = found[0]
     reasons = ["why (one choice changed, and all others kept, also the micro-batch)"]
     reasons += lines_of(why(request, best))
-    blocks = [f"{table(request, found)}\n{LEGEND}", details(request, best)]
-    return "\n\n".join([*blocks, "\n  ".join(reasons), uncertain(request, best)])
+    return blocks(request, found, "\n  ".join(reasons))
+
+
+def blocks(request: Request, found: list[Candidate], *more: str) -> str:
+    """The table, and where time, memory and bytes of the first layout go."""
+    best = found[0]
+    head = f"{table(request, found)}\n{LEGEND}", times(best), memory(request, best.memory)
+    return "\n\n".join([*head, traffic(request, best), *more, uncertain(request, best)])
 
 
 def as_numbers(request: Request, candidate: Candidate) -> dict:
@@ -82,13 +85,13 @@ def measures(request: Request, candidate: Candidate) -> dict:
     }
 
 
-def table(request: Request, found: list[list[Candidate]]) -> str:
-    """A line a layout, and one with those that are equal to it."""
+def table(request: Request, found: list[Candidate]) -> str:
+    """A line a layout."""
     experts = "  ep " if request.model_config.num_local_experts else ""
     lines = [f"  tp  cp  pp schedule            dp sharding    {experts}recompute  micro-batches"]
     lines[0] += "   step s  tok/s/GPU       90% of runs   MFU   HFU  memory GB  bubble"
-    first = found[0][0].prediction
-    for candidate, *equal in found:
+    first = found[0].prediction
+    for candidate in found:
         layout, work, prediction, needed = candidate
         speed, (low, high), mfu, hfu = measures(request, candidate).values()
         tp = f"{layout.tp}{'s' * layout.sequence_parallel}"
@@ -104,32 +107,7 @@ def table(request: Request, found: list[list[Candidate]]) -> str:
             f"{prediction.step:>9.4g}{speed:>11,.0f}{range_:>18}{mfu:>6.1%}{hfu:>6.1%}"
             f"{gigabytes(needed.total):>11}{prediction.bubble:>8.1%}"
         )
-        if equal:
-            others = [_difference(candidate, other) for other in equal[:MOST_EQUAL]]
-            lines.append(f"     = {'; '.join(others)}{'; ...' * (len(equal) > MOST_EQUAL)}")
     return "\n".join(lines)
-
-
-def _difference(candidate: Candidate, other: Candidate) -> str:
-    """cp 2 dp 32 micro-batch 2"""
-    changed = (n for n in CHOICES if other.chosen[n] != candidate.chosen[n])
-    return " ".join(f"{EXPLAINED.get(n) or n} {shown(other.chosen[n])}" for n in changed)
-
-
-def details(request: Request, best: Candidate) -> str:
-    """Where time, memory and bytes of a layout go, and its schedule."""
-    blocks = [times(best), memory(request, best.memory), traffic(request, best)]
-    m, layout, step = best.workload.num_micro_batches, best.layout, best.prediction.step
-    if watts := request.gpu.watts:  # a bound: no published run gives the share that was used
-        joules = request.gpus * watts * step
-        each = 1e3 * joules / (request.global_batch * best.workload.seq_length)
-        made = f"{request.gpus} GPUs x {watts} W x {step:.3g} s"
-        most = f"at most {joules / 1e3:.3g} kJ a step ({made})"
-        blocks.append(f"energy: {most}, {each:.3g} mJ a token")
-    if layout.pp > 1 and layout.num_stages * m <= MOST_DRAWN:
-        *_, timeline = plan_on_paper(layout.pp_engine, layout.pp, m, layout.pp_chunks)
-        blocks.append(f"schedule {layout.pp_engine}\n{draw(timeline, WIDTH)}")
-    return "\n\n".join(blocks)
 
 
 def times(best: Candidate) -> str:
@@ -143,11 +121,15 @@ def times(best: Candidate) -> str:
 
 
 def memory(request: Request, of: RankMemory) -> str:
-    what = "process, without torch itself" if request.device == "cpu" else "GPU"
-    lines = [f"memory {gb(of.total)} of {gb(request.budget)} a {what}, on the fullest rank"]
+    what = "process" if request.device == "cpu" else "GPU"
+    head = f"memory {gb(of.total)} of {gb(request.budget)} a {what}, on the fullest rank"
+    return "\n".join([head, *memory_lines(of)])
+
+
+def memory_lines(of: RankMemory) -> Iterator[str]:
     for name, number in of._asdict().items():
-        lines.append(f"  {name.replace('_', ' '):<16}{number / 1e9:>9.4g} GB")
-    return "\n".join(lines)
+        yield f"  {name.replace('_', ' '):<16}{number / 1e9:>9.4g} GB"
+    yield f"  not counted: {LEFT_OUT}"
 
 
 def traffic(request: Request, best: Candidate) -> str:
@@ -169,18 +151,3 @@ def traffic(request: Request, best: Candidate) -> str:
 
 
 PARTS = {"tp": "tp", "cp": "cp", "ep_etp": "ep", "dp_cp": "dp"}  # of a step's time, by axis
-
-
-def beside(request: Request, candidate: Candidate, measured: Measured) -> str:
-    """What was predicted, and what a run measured."""
-    planned = planned_traffic(request.model_config, candidate.layout, candidate.workload)
-    rows = [("step, s", candidate.prediction.step, measured.step_seconds)]
-    rows.append(("memory, GB", candidate.memory.total / 1e9, measured.memory_gb))
-    for axis in sorted({*planned, *measured.comm_bytes}):
-        sent = planned.get(axis, 0), measured.comm_bytes.get(axis, 0)
-        rows.append((f"bytes over {axis}", *sent))
-    lines = [f"{'':18}{'planned':>16}{'measured':>16}{'ratio':>8}"]
-    for name, plan, real in rows:
-        ratio = f"{real / plan:8.3f}" if plan else ""
-        lines.append(f"{name:18}{plan:>16,.6g}{real:>16,.6g}{ratio}")
-    return "\n".join(lines)

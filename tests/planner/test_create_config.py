@@ -1,7 +1,6 @@
 """create_config.py as it is run: what it writes, prints and refuses to do."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -98,12 +97,6 @@ def test_all_mistakes_are_reported_at_once_and_nothing_is_written(create, row):
     assert time.process_time() - began < 5, "also of absurd numbers"
 
 
-def test_a_folder_that_cannot_be_made_is_reported(create):
-    Path("runs").write_text("a file")
-    code, _, err = create("--save_dir elsewhere")
-    assert code == 2 and err == "error: cannot write runs/exp: Not a directory\n"
-
-
 def test_a_file_is_checked_for_any_number_of_processes(create, capsys):
     create(f"--dp {4 * MOST_PROCESSES}")
     assert main(["--check", str(PATH)]) == 0
@@ -147,18 +140,8 @@ def test_it_runs_as_a_script_without_torch(tmp_path):
     script = Path(__file__).parents[2] / "create_config.py"
     code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:];"
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-
-    def run(*flags, stdout=subprocess.PIPE):
-        command = [sys.executable, "-c", code, script, *flags]
-        options = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.run(command, cwd=script.parent, **options)
-
-    done = run("--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2")
+    flags = ["--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2"]
+    command = [sys.executable, "-c", code, script, *flags]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"--config '{tmp_path}/a b/config.json'\n")
-    done = run()
-    assert done.returncode == 2 and "give --out_dir, --exp_name" in done.stderr
-    read, write = os.pipe()
-    os.close(read)  # as `| head` does, when it has seen enough
-    with os.fdopen(write, "wb") as pipe:
-        assert run("--check", tmp_path / "a b" / "config.json", stdout=pipe).stderr == ""

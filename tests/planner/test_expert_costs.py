@@ -1,10 +1,8 @@
 """The formulas of costs.py and memory.py for mixtures, against what torch counts and keeps."""
 
 import itertools
-from dataclasses import dataclass
 
 import pytest
-import torch
 
 from picotron_min import costs
 from picotron_min.extensions.memory.recompute import apply_recompute
@@ -13,12 +11,9 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workl
 from picotron_min.model import Llama
 from picotron_min.planner.activations import saved_per_token
 from picotron_min.planner.memory import memory_per_rank, most_rows
-from picotron_min.runtime.config import Config
 from picotron_min.runtime.hardware import (
     active_parameter_count,
-    common_flops_per_token,
 )
-from tests.core import test_checkpoint
 from tests.core.test_costs import (
     EIGHT,
     HYBRIDS,
@@ -26,7 +21,6 @@ from tests.core.test_costs import (
     S,
     build,
     saved_by_a_layer,
-    saved_bytes,
 )
 
 QWEN = WIDE.override(qk_norm=True)
@@ -43,28 +37,6 @@ def test_parameters_are_the_models_and_a_token_uses_k_experts_of_them(model_conf
     assert active_parameter_count(model_config) == active
 
 
-def test_a_known_mixture_has_its_known_sizes():
-    # Jiang et al. 2024, "Mixtral of Experts": 47B parameters, of which a token uses 13B
-    assert round(active_parameter_count(MIXTRAL) / 1e9, 1) == 12.9
-    lookup_and_norms = 32_000 * 4096 + 65 * 4096
-    matmul = active_parameter_count(MIXTRAL) - lookup_and_norms
-    assert costs.model_flops_per_token(MIXTRAL, 0) == 6 * matmul
-    attention = 12 * 32 * 32 * 128 * 4096
-    common = 6 * active_parameter_count(MIXTRAL) + attention
-    assert common_flops_per_token(MIXTRAL, 4096) == common
-
-
-@dataclass(frozen=True)
-class Variation(ModelConfig):
-    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        return super().attention_shapes() | {"self_attn.r_proj": (self.hidden_size,) * 2}
-
-
-def test_activations_that_no_formula_knows_are_refused():
-    with pytest.raises(ValueError, match=r"what self_attn\.r_proj keeps"):
-        saved_per_token(Variation(512, 160, 352, 2, 4, 2), "float32", "none", Layout(), 0)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_norms_of_queries_and_keys_keep_what_torch_saves(recompute, dtype):
@@ -78,46 +50,6 @@ def test_norms_of_queries_and_keys_keep_what_torch_saves(recompute, dtype):
 
     planned = saved_per_token(QWEN, dtype, recompute, Layout(), 0)
     assert planned == pytest.approx(saved_by_a_layer(normed, dtype), rel=0.01)
-
-
-EXPERTS = {"num_local_experts": 8, "moe_intermediate_size": 112, "intermediate_size": 96}
-EXPERTS |= {"hidden_size": 160, "head_dim": 48}
-GATED = {"n_shared_experts": 1, "moe_shared_expert_gate": True}
-PADDED = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
-
-
-def bytes_saved(config: Config) -> int:
-    training = test_checkpoint.make_training(config)
-    (chunk,), size = training.chunks, config.training.seq_length // config.layout.cp
-    tokens = torch.randint(257, (config.training.micro_batch_size, size))
-    return saved_bytes(chunk.model, "float32", tokens, torch.arange(size), tokens)
-
-
-# Of routed experts, or with a gated shared one.
-GRIDS = [
-    ({"dp": 2, "ep": 2}, GATED),
-    ({"tp": 2, "ep": 2}, {}),
-    ({"tp": 2, "etp": 2}, GATED),
-    ({"tp": 2, "ep": 2, "sequence_parallel": False}, GATED),
-    ({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {}),
-    ({"dp": 2, "ep": 2, **PADDED}, {}),
-]
-
-
-@pytest.mark.parametrize("grid,model", GRIDS, ids=str)
-def test_activations_on_a_grid_are_what_torch_saves(pool, grid, model):
-    saved = []
-    for layers in (2, 3):
-        shape = EXPERTS | model | {"num_hidden_layers": layers}
-        config = test_checkpoint.make_config(**grid, model=shape, seq_length=64)
-        # A single rank may have more tokens than others, but together they have all.
-        saved.append(sum(pool.run(config.world_size, bytes_saved, config)) / config.world_size)
-    t = config.training
-    model_config = test_checkpoint.resolve_model(config)
-    rows = most_rows(config.layout, config.workload)
-    planned = saved_per_token(model_config, "float32", "none", config.layout, 0, rows=rows)
-    measured = (saved[1] - saved[0]) / (t.micro_batch_size * t.seq_length)
-    assert planned == pytest.approx(measured, rel=0.01)
 
 
 # The most rows that a rank's experts get, to an even share: by ep, and what bounds them.

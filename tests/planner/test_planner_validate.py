@@ -1,6 +1,5 @@
 """The time model against published runs: how good it must stay."""
 
-import csv
 from dataclasses import replace
 from statistics import mean, median
 
@@ -8,7 +7,7 @@ import pytest
 
 from picotron_min.planner.step_time import Prediction
 from picotron_min.planner.uncertainty import interval, is_toss_up, unlike
-from picotron_min.planner.validate import Run, errors_of, read_runs, report, spearman, sweep
+from picotron_min.planner.validate import Run, errors_of, read_runs, spearman, sweep
 from tests.planner.draw import FILES
 
 RUNS = [run for file in FILES for run in read_runs(file)]
@@ -54,33 +53,6 @@ def test_layouts_of_one_sweep_are_put_in_order():
     assert spearman(measured, predicted) >= 0.85
     best = max(ranked, key=lambda run: run.predicted)
     assert best.measured >= 0.95 * max(measured)
-
-
-def test_no_prediction_knows_the_name_of_a_row_or_source(tmp_path):
-    told = ("id", "source", "published", "framework", "group", "graphs", "note", "assumed")
-    again = []
-    for published in FILES:
-        with published.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        with (tmp_path / published.name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(row | dict.fromkeys(row.keys() & {*told}, "") for row in rows)
-        again += read_runs(tmp_path / published.name)
-    assert [run.predicted for run in again] == [run.predicted for run in RUNS]
-
-
-def test_errors_and_spearman_by_hand():
-    made = [RUNS[0]._replace(measured=100.0, predicted=100.0 + e) for e in (-1, 2, -3, 4, 50)]
-    assert errors_of(made) == pytest.approx((0.03, 0.5, 0.5))
-    assert errors_of(made[:4] * 10 + made[4:]).nine_tenths == pytest.approx(0.04)
-    assert spearman([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)
-
-
-def test_the_report_has_every_row_and_what_they_come_to():
-    text = report(RUNS[:FIRST])
-    assert all(run.name[:42] in text for run in RUNS[:FIRST])
-    assert "65 counted runs" in text and "13 layouts of one sweep: Spearman" in text
 
 
 def test_intervals_hold_nine_of_ten_runs_in_each_class():
