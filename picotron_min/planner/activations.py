@@ -48,6 +48,7 @@ def saved_per_token(
     attention repeats K and V for all query heads: see kernels/attention.py.
     """
     c, D, E, tp = model_config, model_config.head_dim, model_config.hidden_size, layout.tp
+    _refuse_unknown(c)
     wide, narrow, n = WIDE[dtype], BYTES[dtype], norms_keep(device)
     split = tp if layout.sequence_parallel else 1  # ranks that share what is wide
     is_further = layer >= c.num_hidden_layers

@@ -13,6 +13,7 @@ from picotron_min.extensions.settings import FAMILIES, Layout, ModelConfig
 from picotron_min.initialise import initial_std, initial_weight
 from picotron_min.model import Llama
 from picotron_min.placement import placements
+from picotron_min.planner import activations
 from picotron_min.runtime.architectures import to_hf
 from tests.core.test_model import assert_computes_the_same, norm_in_own_dtype
 
@@ -54,6 +55,13 @@ def test_a_parameter_that_no_rule_knows_is_refused():
 
     with pytest.raises(KeyError, match=r"no rule .* knows model\.layers\.0\.self_attn\.q_norm"):
         placements(SHAPES["qk_norm"].parameter_shapes(), Ruleless(tp=2), tied=False)
+
+
+def test_a_parameter_whose_memory_is_not_planned_is_refused(monkeypatch):
+    monkeypatch.setattr(activations, "KNOWN", activations.KNOWN - {"q_bias"})
+    activations._refuse_unknown.cache_clear()
+    with pytest.raises(ValueError, match="what self_attn.q_bias keeps for backward is not planned"):
+        activations.saved_per_token(SHAPES["qkv_bias"], "float32", "none", Layout(), 0)
 
 
 def test_norms_start_at_one_and_biases_at_zero():
