@@ -1,6 +1,5 @@
 """How evenly experts are used: the metrics of a step, the console's words, and a run."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.settings import ModelConfig, Routing
-from picotron_min.runtime.wording import human
 from tests.runtime.test_console import started
 from tests.runtime.test_metrics import RECORD
 
@@ -93,32 +91,3 @@ def test_too_many_rows_on_a_rank_are_the_one_error_of_all_ranks(workplace):
     assert stopped.code == 1 and stopped.seconds < 30
     assert stopped.output.count(message) == stopped.output.count("in step 1") == 1
     assert "Traceback" not in stopped.output, stopped.output
-
-
-def test_a_run_reports_how_experts_are_used(workplace):
-    training = {"moe_router_force_load_balancing": True, "moe_aux_loss_coeff": 0.01}
-    config = workplace.config(
-        "mixture",
-        distributed={"ep_size": 2},
-        model=EXPERTS | {"mlp_only_layers": [0]},
-        training=training | {"moe_expert_capacity_factor": 0.5},
-        logging={"moe_per_layer_logging": True, "log_num_zeros_in_grad": True},
-    )
-    run = workplace.main(config)
-    assert run.code == 0, run.output
-    assert "dp 2 x pp 1 x cp 1 x tp 1, ep 2 x etp 1\n" in run.output
-    expert, router, dense = 3 * 32 * 16, 4 * 32, 3 * 32 * 48
-    active = 2 * 257 * 32 + 32 + 2 * (3072 + 64) + dense + router + 2 * expert
-    sizes = f"{human(active + 2 * expert)} parameters, of which {human(active)} active a token,"
-    assert sizes in run.output
-    assert "moe_router_force_load_balancing=true: experts are chosen by chance" in run.output
-    for record in workplace.steps("mixture"):
-        assert record["num_zeros_in_grad"] >= 32, "at least one byte does not occur in the text"
-        # An expert keeps n / 4 of n tokens: the fewest if all choose the same two of four experts.
-        assert 0.5 <= record["dropped"] <= 0.75 and record["dropped_per_layer"][0] is None
-        assert (
-            f"imbalance {record['load_imbalance']:.2f}  {record['dropped']:.1%} dropped"
-            in run.output
-        )
-        assert 1 < record["load_balancing_loss"] < 4 and record["z_loss"] is None
-    assert json.dumps(record).count("per_layer") == 7

@@ -1,6 +1,5 @@
 """Experts computed together against the loop over them."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -63,7 +62,7 @@ def output_and_gradients(sizes: list[int], *kind) -> list[torch.Tensor]:
 DTYPES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (0.02, 0.02)}  # rtol, atol
 
 
-@pytest.mark.parametrize("sizes", [[3, 4, 2, 5], [0, 9, 0, 2], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("sizes", [[0, 9, 3, 2], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grouped_experts_equal_the_loop(dtype, sizes):
     loop, ours = (output_and_gradients(sizes, dtype, grouped, CPU) for grouped in (False, True))
@@ -84,15 +83,6 @@ def test_grouped_experts_equal_the_loop_on_a_gpu(sizes):
         assert (ours.double() - loop.double()).norm() <= 0.02 * loop.double().norm()  # 0: is 0
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_only_hopper_multiplies_groups_and_only_in_bfloat16(monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    dtypes = torch.bfloat16, torch.float32, torch.float64
-    on_gpu = [has_kernel(torch.device("cuda", 0), dtype) for dtype in dtypes]
-    assert on_gpu == [capability == (9, 0), False, False]
-    assert [has_kernel(CPU, dtype) for dtype in dtypes] == [True, True, False]
-
-
 def losses_and_weights(text: str, with_groups: bool) -> tuple[list[float], dict]:
     training = make_training(*row(text))
     for moe in mixtures(training.chunks[0].model):
@@ -100,7 +90,7 @@ def losses_and_weights(text: str, with_groups: bool) -> tuple[list[float], dict]
         if not with_groups:
             del moe.run  # the loop, of the class
     losses = [training.step(step).loss for step in range(3)]
-    return losses, {name: p.data.numpy() for name, p in training.parameters.items()}
+    return losses, {name: p.data.clone() for name, p in training.parameters.items()}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +98,8 @@ def losses_and_weights(text: str, with_groups: bool) -> tuple[list[float], dict]
 )
 def test_a_run_with_grouped_experts_equals_one_with_the_loop(pool, text):
     text = f"experts: dp=2 model=softmax {text}"
-    grouped, loop = (pool.run(2, losses_and_weights, text, use)[0] for use in (True, False))
-    assert grouped[0] == pytest.approx(loop[0], rel=1e-6)
-    for name, weight in loop[1].items():
-        np.testing.assert_allclose(grouped[1][name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
+    (ours, weights), (losses, expected) = (
+        pool.run(2, losses_and_weights, text, use)[0] for use in (True, False)
+    )
+    assert ours == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Where the parameters of a mixture lie, and what its numbers may not be."""
+"""Where the parameters of a mixture lie."""
 
 import itertools
 
