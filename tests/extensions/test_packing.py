@@ -63,9 +63,13 @@ def test_an_epoch_has_every_token_to_train_on_once_in_rows_of_whole_documents(
     lengths, eval_batches
 ):
     batches = make_batches(lengths, eval_batches=eval_batches)
-    cut = make_batches(lengths, DocumentBatches, eval_batches=eval_batches).cut
+    wrapped = make_batches(lengths, DocumentBatches, eval_batches=eval_batches)
+    assert batches.num_eval_batches == wrapped.num_eval_batches
+    for i in range(batches.num_eval_batches):  # as in a run without packing
+        ours, theirs = batches.eval_batch(i, 1), wrapped.eval_batch(i, 1)
+        assert ours.extra == theirs.extra and all(map(torch.equal, ours[:3], theirs[:3]))
     ends, S = np.cumsum(lengths), 8
-    whole = [range(e - n, e) for n, e in zip(lengths, ends, strict=True) if e <= cut]
+    whole = [range(e - n, e) for n, e in zip(lengths, ends, strict=True) if e <= wrapped.cut]
     document_of = {token: tokens for tokens in whole for token in tokens}
     one = {"micro_batch_size": batches.num_sequences, "num_micro_batches": 1}
     *epoch, (documents,) = make_batches(lengths, eval_batches=eval_batches, **one).batch(0, 0)
@@ -87,22 +91,6 @@ def test_an_epoch_has_every_token_to_train_on_once_in_rows_of_whole_documents(
     assert batches.padding == pytest.approx(1 - len(found) / (S * batches.num_sequences))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_validation_is_that_of_a_run_without_packing(lengths):
-    packed, wrapped = (
-        make_batches(lengths, kind, eval_batches=2) for kind in (PackedBatches, DocumentBatches)
-    )
-    assert packed.num_eval_batches == wrapped.num_eval_batches > 0
-    for index in range(packed.num_eval_batches):
-        ours, theirs = packed.eval_batch(index, 1), wrapped.eval_batch(index, 1)
-        assert ours.extra == theirs.extra
-        for x, y in zip(ours[:3], theirs[:3], strict=True):
-            assert torch.equal(x, y)
-    trained = [packed.batch(step, 0) for step in range(packed.num_sequences)]
-    assert max(x.max() for batch in trained for x in batch[:2]) < wrapped.cut
-
-
 def test_a_text_whose_first_document_is_too_long_is_refused():
     with pytest.raises(ValueError, match=r"has 30 tokens, and there are 27 to train"):
         make_batches([30, 6], eval_batches=1)
-    assert make_batches([30, 6]).num_sequences == 5, "four rows and a piece; the rest fits its row"
