@@ -69,15 +69,8 @@ def axes_with_one_group(layout: Layout) -> list[set[str]]:
     return list(of_group.values())
 
 
-@pytest.mark.parametrize(
-    "layout,expected",
-    [
-        (Layout(dp=2), [{"dp", "dp_cp", "dp_cp_tp", "world", "edp", "edp_etp"}]),
-        (Layout(cp=2), [{"cp", "cp_tp"}, {"dp_cp", "dp_cp_tp", "world", "edp", "edp_etp"}]),
-        (Layout(tp=2), [{"tp", "cp_tp"}, {"dp_cp_tp", "world", "edp", "edp_etp"}]),
-    ],
-    ids=["dp", "cp", "tp"],
-)
-def test_gradients_hold_up_no_activations(pool, layout, expected):
+def test_gradients_hold_up_no_activations(pool):
     """They are reduced while backward runs, and what uses one group is done one by one."""
-    assert pool.run(2, axes_with_one_group, layout)[0] == expected
+    for_activations, *others = pool.run(2, axes_with_one_group, Layout(tp=2))[0]
+    assert for_activations == {"tp", "cp_tp"}
+    assert others == [{"dp_cp_tp", "world", "edp", "edp_etp"}]
