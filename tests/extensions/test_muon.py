@@ -2,23 +2,21 @@
 
 import math
 from dataclasses import replace
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from picotron_min.extensions.optimizers.muon import Matrices, Muon, orthogonalise
 from picotron_min.extensions.optimizers.whole_matrices import Batch
 from picotron_min.extensions.settings import Recipe
 from picotron_min.optimizer import build_optimizer
-from tests.assembled import make_training
+from tests.assembled import MODELS, make_training
 from tests.rows import row
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (6, 1)]
 RECIPE = Recipe("muon", 0.02, weight_decay=0.1, momentum=0.9, dtype="bfloat16")
-OPTIONS = {"weight_decay": RECIPE.weight_decay, "momentum": RECIPE.momentum}
-THEIRS = {"lr": RECIPE.learning_rate, "adjust_lr_fn": "match_rms_adamw", **OPTIONS}
 
 
 def muon(parameters: list[nn.Parameter], recipe: Recipe = RECIPE) -> Muon:
@@ -35,8 +33,9 @@ def test_updates_in_bfloat16_are_torchs_bit_for_bit():
     draws = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(6)]
     draws[1][0].zero_()
     draws[1][1] *= 1e-9  # below the least norm that is divided by
-    results = []
-    for optimizer_of in (muon, lambda parameters: torch.optim.Muon(parameters, **THEIRS)):
+    results, keys = [], {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    theirs = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw", **keys)
+    for optimizer_of in (muon, theirs):
         parameters = [nn.Parameter(weight.clone()) for weight in draws[0]]
         optimizer = optimizer_of(parameters)
         for gradients in draws[1:]:
@@ -64,38 +63,12 @@ def test_only_what_is_kept_of_the_momentum_is_rounded():
     assert torch.equal(optimizer.state[weight]["momentum_buffer"], average.bfloat16())
 
 
-def distance_to_torch() -> float:
-    """Of the weights after three steps from those that torch's optimizers make of the gradients."""
-    config, model_config = row("optimizers: muon weight_decay=0.1 momentum=0.9")
-    training, t = make_training(config, model_config), config.training
-    reference = {n: nn.Parameter(p.detach().clone()) for n, p in training.parameters.items()}
-    hidden = [p for n, p in reference.items() if "_proj" in n]
-    others = [
-        {"params": [p for n, p in reference.items() if "embed" in n or "lm_head" in n]},
-        {"params": [p for n, p in reference.items() if "norm" in n], "weight_decay": 0.0},
-    ]
-    theirs = torch.optim.Muon(hidden, **THEIRS)
-    adamw = torch.optim.AdamW(others, t.learning_rate, t.betas, weight_decay=t.weight_decay)
-    for step in range(3):
-        training.step(step)
-        for name, p in training.parameters.items():
-            reference[name].grad = p.grad.clone()
-        # torch's iterates in bfloat16, whatever its parameters are; within this, as they are.
-        with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
-            theirs.step()
-        adamw.step()
-    return max((p - reference[n]).abs().max().item() for n, p in training.parameters.items())
+def names_of_matrices() -> list[str]:
+    optimizer = make_training(*row("optimizers: muon model=tied")).optimizer
+    return [name for batch, *_ in optimizer.matrices for name in batch.names]
 
 
-def test_training_with_muon_is_training_with_torchs(pool):
-    assert pool.run(1, distance_to_torch)[0] < 1e-12
-
-
-def test_a_rank_that_has_no_matrix_still_steps():
-    norm = nn.Parameter(torch.ones(4))
-    norm.grad = torch.ones(4)
-    optimizer = Muon([], build_optimizer([norm], RECIPE), RECIPE)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.5  # as a step does: all groups are reached
-    optimizer.step()
-    torch.testing.assert_close(norm.detach(), torch.full((4,), 0.5))
+def test_matrices_of_layers_alone_are_orthogonalised(pool):
+    (names,) = pool.run(1, names_of_matrices)
+    shapes = MODELS["tied"].override(num_hidden_layers=2).parameter_shapes()
+    assert sorted(names) == sorted(name for name in shapes if "_proj" in name)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from picotron_min.extensions.kernels.products import LEAST, OneDnnLinear, is_faster, use_in_loss
+from picotron_min.extensions.kernels.products import LEAST, OneDnnLinear, use_in_loss
 from picotron_min.model import Head
 
 
@@ -44,8 +44,3 @@ def test_the_loss_equals_it_in_float64():
     assert names.count("mkldnn::_linear_pointwise") == 3 and "aten::mm" not in names
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() < 1e-6 * a.norm()
-
-
-@pytest.mark.parametrize("device,dtype", [("cuda", torch.float32), ("cpu", torch.float64)])
-def test_other_products_are_torchs_own(device, dtype):
-    assert not is_faster(device, dtype)
