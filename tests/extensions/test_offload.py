@@ -1,10 +1,10 @@
 """Offload: the same numbers to the last bit, the bytes of the formulas, and copies in order."""
 
 import weakref
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,38 +14,44 @@ from picotron_min.extensions.memory import offload
 from picotron_min.extensions.memory.offload import HostMemory, apply_offload
 from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.overlap.linear import apply_copies
-from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout, Workload
+from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout
 from picotron_min.model import Llama
 from picotron_min.planner import memory
 from picotron_min.planner.activations import saved_per_token
-from tests.assembled import make_training
+from tests.assembled import train_briefly
 from tests.core.test_costs import GQA, planned
 from tests.rows import lines, row
 
 everything = mock.patch.object(offload, "LEAST_OFFLOAD", 1)  # also what is small
 
 
-class Log(list):
-    """(in or out, bytes) of each layer whose copies begin, and what else a test adds."""
+class Noted(HostMemory):
+    """Notes (out or in, bytes) of each layer whose copies begin."""
 
-    @contextmanager
-    def recording(self):
-        with ExitStack() as stack:
-            for name, block in (("start_out", "on_device"), ("start_in", "on_host")):
-                method = partial(self.record, name[6:], block, getattr(HostMemory, name))
-                stack.enter_context(mock.patch.object(HostMemory, name, lambda *a, m=method: m(*a)))
-            yield
+    log: list
 
-    def record(self, way: str, block: str, method, memory: HostMemory, blocks) -> None:
-        if blocks:
-            self.append((way, sum(getattr(b, block).nbytes for b in blocks)))
-        method(memory, blocks)
+    def start_out(self, blocks) -> None:
+        self.note("out", [block.on_device for block in blocks])
+        super().start_out(blocks)
 
-    def total(self, way: str) -> int:
-        return sum(number for kind, number in self if kind == way)
+    def start_in(self, blocks) -> None:
+        self.note("in", [block.on_host for block in blocks])
+        super().start_in(blocks)
+
+    def note(self, way: str, tensors: list[Tensor]) -> None:
+        if tensors:
+            self.log.append((way, sum(tensor.nbytes for tensor in tensors)))
+
+    @classmethod
+    def total(cls, way: str) -> int:
+        return sum(number for kind, number in cls.log if kind == way)
 
 
-# One process, without ranks.
+@contextmanager
+def noting():
+    Noted.log = []
+    with mock.patch.object(offload, "HostMemory", Noted):
+        yield Noted.log
 
 
 def forward_and_backward(model: Llama, num_tokens: int = 64) -> dict[str, Tensor]:
@@ -55,30 +61,27 @@ def forward_and_backward(model: Llama, num_tokens: int = 64) -> dict[str, Tensor
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def build(num_layers: int, recompute: str = "none", vocab_size: int = 512) -> Llama:
+def build(num_layers: int, vocab_size: int = 512) -> Llama:
     torch.manual_seed(0)
-    model = Llama(GQA.override(num_hidden_layers=num_layers, vocab_size=vocab_size))
-    apply_recompute(model, recompute)
-    return model
+    return Llama(GQA.override(num_hidden_layers=num_layers, vocab_size=vocab_size))
 
 
 def test_copies_leave_after_their_layer_and_arrive_a_layer_early():
-    model, log = build(4), Log()
-    for i, layer in enumerate(model.model.layers.values()):
-        layer.mlp.down_proj.register_forward_hook(lambda *_, i=i: log.append(f"F{i}"))
-        layer.mlp.down_proj.register_full_backward_hook(lambda *_, i=i: log.append(f"B{i}"))
-    with everything, log.recording():
+    model = build(4)
+    with everything, noting() as log:
+        for i, layer in enumerate(model.model.layers.values()):
+            layer.mlp.down_proj.register_forward_hook(lambda *_, i=i: log.append([f"F{i}"]))
+            layer.mlp.down_proj.register_full_backward_hook(lambda *_, i=i: log.append([f"B{i}"]))
         apply_offload(model, 3, "cpu")
         forward_and_backward(model)
-    order = [event if isinstance(event, str) else event[0] for event in log]
-    assert " ".join(order) == "F0 out F1 out F2 out F3 in B3 in B2 in B1 B0"
+    assert " ".join(event[0] for event in log) == "F0 out F1 out F2 out F3 in B3 in B2 in B1 B0"
 
 
 def test_what_is_small_stays():
     """Of 2048 tokens and E 128, k and v, 512 kB each in float32, and numbers a token do."""
-    sizes, log = saved_per_token(GQA, "float32", "none", Layout(), 0), Log()
+    sizes = saved_per_token(GQA, "float32", "none", Layout(), 0)
     model = build(2)
-    with log.recording():
+    with noting() as log:
         apply_offload(model, 1, "cpu")
         forward_and_backward(model, 2048)
     k_and_v = 4 * 2 * GQA.num_key_value_heads * GQA.head_dim
@@ -104,19 +107,17 @@ def test_a_graph_without_a_backward_is_freed_with_its_loss():
     assert not any(there() is not None for there in saved)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_no_copy_of_a_weight_is_offloaded(recompute):
+def test_no_copy_of_a_weight_is_offloaded():
     """With autograd's own products, as in compiled layers, it is saved along with the input."""
-    model, log = build(2), Log()
+    model = build(2)
     apply_copies(model, torch.bfloat16)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    apply_recompute(model, recompute)
-    with everything, log.recording(), torch.autocast("cpu", torch.bfloat16):
+    with everything, noting(), torch.autocast("cpu", torch.bfloat16):
         apply_offload(model, 1, "cpu")
         forward_and_backward(model, 256)
-    expected = 256 * saved_per_token(GQA, "bfloat16", recompute, Layout(), 0)
-    assert log.total("out") == log.total("in") == pytest.approx(expected, rel=0.02)
+    expected = 256 * saved_per_token(GQA, "bfloat16", "none", Layout(), 0)
+    assert Noted.total("out") == Noted.total("in") == pytest.approx(expected, rel=0.02)
 
 
 class Elsewhere(HostMemory):
@@ -132,49 +133,30 @@ class Elsewhere(HostMemory):
             block.on_host = None
 
 
-def peak(recompute: str, num_offloaded: int, num_tokens: int) -> int:
-    model = build(4, recompute, vocab_size=256)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with everything, mock.patch.object(offload, "HostMemory", Elsewhere), MemTracker() as tracker:
-        apply_offload(model, num_offloaded, "cpu")
-        forward_and_backward(model, num_tokens)
-    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_device_has_as_much_less_as_planned(recompute):
-    """What has left is freed, then. Where a single layer stays, another one is on its way."""
-    S, shape = 256, GQA.override(num_hidden_layers=4, vocab_size=64)
-    plan = partial(planned, shape, seq_length=S, recompute=recompute)
-    each, here = (
-        S * saved_per_token(GQA, "float32", recompute, Layout(), 0, device=device)
+def test_the_device_has_as_much_less_as_planned():
+    """What has left is freed, then."""
+    S, shape = 256, GQA.override(num_hidden_layers=4, vocab_size=256)
+    peaks = []
+    for num_offloaded in (0, 3):
+        model = build(4, vocab_size=256)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        host = mock.patch.object(offload, "HostMemory", Elsewhere)
+        with everything, host, MemTracker() as tracker:
+            apply_offload(model, num_offloaded, "cpu")
+            forward_and_backward(model, S)
+        snapshot = tracker.get_tracker_snapshot("peak")
+        peaks.append(snapshot[torch.device("cpu")]["Total"])
+    temporary = 2 * S * 4 * GQA.hidden_size  # the fullest moment is another one
+    # Where a single layer stays, another one is on its way. A CPU's norms keep more.
+    on_gpu, here = (
+        2 * S * saved_per_token(GQA, "float32", "none", Layout(), 0, device=device)
         for device in ("cuda", "cpu")
     )
-    for num_offloaded, fewer_layers in [(1, 1), (2, 2), (3, 2)]:
-        with mock.patch.object(memory, "LEAST_OFFLOAD", 1):
-            less = plan().activations - plan(offload=num_offloaded).activations
-        assert less == fewer_layers * each
-    temporary = 2 * S * 4 * GQA.hidden_size  # the fullest moment is another one
-    less = peak(recompute, 0, S) - peak(recompute, 3, S)
-    assert less == pytest.approx(fewer_layers * here, abs=temporary)
-
-
-def test_the_plan_leaves_a_later_stage_its_input():
-    shape, S, m = GQA.override(num_hidden_layers=8), 4096, 4
-    layout = Layout(pp=2, pp_engine="afab", pp_layers=(4, 4))
-    each = S * saved_per_token(GQA, "float32", "none", layout, 0, device="cuda")
-    layer_input = S * 4 * GQA.hidden_size
-    for device, moves in [("cuda", 1), ("cpu", 0)]:  # where copies save nothing
-        plans = [
-            memory.memory_of_ranks(shape, layout, Workload(S, 1, m, offload=offload), device)
-            for offload in (0, 2)
-        ]
-        less = [a.activations - b.activations for a, b in zip(*plans, strict=True)]
-        assert less == [moves * m * 2 * each, moves * m * (2 * each - layer_input)]
-    few = Workload(S // 2 - 1, 1, m, offload=2)  # the input of a layer is below LEAST_OFFLOAD
-    none = Workload(S // 2 - 1, 1, m)
-    assert memory.memory_per_rank(shape, layout, few) == memory.memory_per_rank(shape, layout, none)
+    with mock.patch.object(memory, "LEAST_OFFLOAD", 1):
+        plans = [planned(shape, seq_length=S, offload=n).activations for n in (0, 3)]
+    assert plans[0] - plans[1] == on_gpu
+    assert peaks[0] - peaks[1] == pytest.approx(here, abs=temporary)
 
 
 COPY, EMPTY_LIKE = Tensor.copy_, torch.empty_like
@@ -226,22 +208,18 @@ def fake_gpu():
             tensor.pinned = True
         return tensor
 
-    with ExitStack() as stack:
-        for where, name, fake in [
-            (torch.cuda, "Stream", FakeStream),
-            (torch.cuda, "stream", use),
-            (torch.cuda, "current_stream", lambda: current[-1]),
-            (torch, "empty_like", empty),
-            (Tensor, "copy_", start_copy),
-        ]:
-            stack.enter_context(mock.patch.object(where, name, fake))
+    streams = {"Stream": FakeStream, "stream": use, "current_stream": lambda: current[-1]}
+    of_gpu = mock.patch.multiple(torch.cuda, **streams)
+    made = mock.patch.object(torch, "empty_like", empty)
+    with of_gpu, made, mock.patch.object(Tensor, "copy_", start_copy):
         yield
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_copies_beside_what_computes_are_waited_for(recompute):
-    expected = forward_and_backward(build(4, recompute))
-    model = build(4, recompute)
+    expected = forward_and_backward(build(4))
+    model = build(4)
+    apply_recompute(model, recompute)
     with everything, fake_gpu():
         apply_offload(model, 3, "cuda")
         gradients = forward_and_backward(model)
@@ -252,7 +230,6 @@ def test_copies_beside_what_computes_are_waited_for(recompute):
 # The same run with and without, on N ranks: to the last bit.
 
 RUNS = """
-memory: m=2 recompute=selective layers=4 offload=3
 schedules: pp=2 m=3 engine=interleaved recompute=selective layers=8 offload=1
 schedules: pp=2 m=3 engine=zb_v layers=8 offload=1
 overlap: tp=2 sp layers=3 offload=2
@@ -260,25 +237,16 @@ experts: dp=2 ep=2 m=2 global_aux layers=3 model=gated offload=2
 """
 
 
-def steps(text: str) -> tuple:
-    training = make_training(*row(text))
-    results = [training.step(step)[:2] for step in range(2)]
-    tensors = {
-        name: (p.grad.clone(), p.detach().clone()) for name, p in training.parameters.items()
-    }
-    return results, training.evaluate(), tensors
-
-
 def with_and_without(text: str) -> tuple[int, int]:
     """The bytes that left and came back, after a check that no bit differs."""
-    log = Log()
-    *expected, tensors = steps(text.partition(" offload")[0])
-    with everything, log.recording():
-        *ours, our_tensors = steps(text)
-    assert ours == expected
-    for name, pair in tensors.items():
-        assert all(map(torch.equal, our_tensors[name], pair)), name
-    return log.total("out"), log.total("in")
+    expected = train_briefly(*row(text.partition(" offload")[0]), steps=2)
+    with everything, noting():
+        ours = train_briefly(*row(text), steps=2)
+    assert ours[:3] == expected[:3]
+    for kind in ("gradients", "weights"):
+        for name, (_, values) in getattr(expected, kind).items():
+            assert np.array_equal(getattr(ours, kind)[name][1], values), name
+    return Noted.total("out"), Noted.total("in")
 
 
 @pytest.mark.parametrize("text", lines(RUNS))

@@ -38,13 +38,10 @@ def eager_and_compiled(text: str) -> tuple:
 # Graphs of a run: one for all layers, one for the loss, one for prediction layers; with messages,
 # experts or a queue inside a layer as many as lie between these, but not as many for every layer.
 GRAPHS = """
-2 memory: m=2 model=grouped-query
 2 memory: m=2 recompute=selective dtype=bfloat16 model=grouped-query
 3 multi_token: m=2 model=depths
 2 sharding: dp=2 m=2 recompute=full sharding=parameters
 8+ overlap: tp=2 sp tp_overlap recompute=selective
-4+ memory: cp=2 recompute=full
-6+ schedules: m=2 engine=zb_h1
 4+ experts: dp=2 ep=2 recompute=full global_aux model=softmax
 """
 
