@@ -26,7 +26,6 @@ from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare
 
 TASKS = "4; to grade 4=20 for 20 points, hunt2, design1; default: all exercises, 10 points each"
-IS_SET = {"action": "store_true"}
 # Of four exercises each: docs/teaching.md has a page about each.
 UNITS = "a step, and its first message", "data parallelism and sharding", "tensor parallelism"
 UNITS += "pipelines, and the whole of a step", "long sequences", "experts, and eight bits"
@@ -35,7 +34,7 @@ OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
     "folder": {"type": Path, "help": "to write: outside of this one, and new; or what to grade"},
     "zip": {"type": Path, "help": "what to write"},
-    "--solution": IS_SET | {"help": "check the course's own"},
+    "--solution": {"action": "store_true", "help": "check the course's own"},
     "--seed": {"type": int, "default": 0, "help": "for other sizes and data"},
     "--config": {"type": Path, "default": FOLDER.parent / "config.json", "help": "of the run"},
     "--steps": {"type": int, "default": 10, "help": "the most; default: 10"},

@@ -207,5 +207,6 @@ def _numbers(value: Any) -> Tensor | None:
         if isinstance(value, list | tuple):
             value = torch.stack([_numbers(part) for part in value])
         value = torch.as_tensor(value).detach().to(torch.float64)
-        return value if value.numel() else None
+        if value.numel():
+            return value
     return None

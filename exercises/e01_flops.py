@@ -32,8 +32,8 @@ def cases(dice: Dice) -> list[Case]:
     # A tied head costs as much as one of its own.
     kinds = (6, False), (16, False), (9, True)
     some = [Case(1, **sizes, length=n, tied=tied) for n, tied in kinds]
-    wide = sizes | {"length": 6, "tied": False, "head_dim": sizes["hidden"] // 2}
-    return [*some, Case(1, **wide)]  # of heads that are larger than hidden / heads
+    # Of heads that are larger than hidden / heads.
+    return [*some, Case(1, **sizes, length=6, tied=False, head_dim=sizes["hidden"] // 2)]
 
 
 def model_config(case: Case):

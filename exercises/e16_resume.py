@@ -82,8 +82,8 @@ def on_rank(rank, case: Case) -> dict:
     # Two more steps tell whether anything is missing.
     other.train(case.steps, case.steps + 2)
     run.train(case.steps, case.steps + 2)  # saving must not have changed it
-    results = {"shapes": {name: list(tensor.shape) for name, tensor in saved.items()}}
-    return results | other.values("resuming") | run.values("saving")
+    shapes = {name: list(tensor.shape) for name, tensor in saved.items()}
+    return {"shapes": shapes} | other.values("resuming") | run.values("saving")
 
 
 def expected(case: Case) -> list[dict]:

@@ -132,7 +132,10 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         return Failure("unusable_file", str(error), f"Your file cannot be used: {error}.")
     frames = traceback.extract_tb(error.__traceback__)
     mine = _lines_of(path, error)
-    course = [frame for frame in frames if frame.filename.startswith(f"{ROOT}/picotron_min")]
+    course, ours = (
+        [frame for frame in frames if frame.filename.startswith(str(folder))]
+        for folder in (ROOT / "picotron_min", ROOT)
+    )
     what = "".join(traceback.format_exception_only(error)).strip()
     rank = f" on rank {error.rank}" if hasattr(error, "rank") else ""
 
@@ -140,7 +143,7 @@ def failure_of(error: BaseException, path: Path) -> Failure:
         return f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
 
     # Else what the function returned, or did not do, was noticed later.
-    later = f"noticed later, in {shown((course or frames)[-1])}"
+    later = f"noticed later, in {shown((course or ours or frames)[-1])}"
     lines = [*map(shown, mine)] or [later]
     text = "\n    ".join([f"Your version fails{rank}: {what}", *lines])
     return Failure("exception", what, text, mine[-1].line.partition("  #")[0] if mine else "")

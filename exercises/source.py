@@ -133,8 +133,7 @@ def parse(exercise: Exercise, text: str) -> ast.Module:
     """A student's file as a tree; BadFile in plain words where it cannot be used."""
     tree = parse_checked(text)
     name = exercise.qualified_name.rpartition(".")[2]
-    there = [n.name for n in tree.body if isinstance(n, Definition)]
-    if name not in there:
+    if name not in [n.name for n in tree.body if isinstance(n, Definition)]:
         raise BadFile(f"the file does not define {name}: it must, at the top level")
     return tree
 
