@@ -107,8 +107,10 @@ def test_a_rank_that_fails_ends_the_others_and_is_named_once(
     "place,message", [("weights", "stopped by SIGTERM before the first step: "), ("step", "")]
 )
 def test_after_sigterm_to_the_parent_a_run_ends_well(place, message, tmp_path, capfd):
-    stops = lambda: os.kill(os.getppid(), signal.SIGTERM)  # noqa: E731
-    start_processes(partial(run_rank, place, [1], stops, tmp_path), 2)
+    # By then the parent waits for its ranks.
+    stops = lambda: time.sleep(0.2) or os.kill(os.getppid(), signal.SIGTERM)  # noqa: E731
+    run = partial(run_rank, place, [1], stops, tmp_path)
+    assert exit_codes(fork(start_processes, run, 2)) == [0]
     output = capfd.readouterr().err
     assert output.count("stopped") == bool(message) and message in output
 
