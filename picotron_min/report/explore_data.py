@@ -142,7 +142,7 @@ def costs(name: str) -> dict[str, object]:
 
 
 def _summed(config: ModelConfig, work: Workload, layout: Layout) -> Iterator[list[int]]:
-    """Bytes of dp_cp and dp_cp_tp: those sent once a step, and those of each micro-batch.
+    """Bytes of dp_cp: those sent once a step, and those of each micro-batch; bytes of dp_cp_tp.
 
     One row a stage; or of each of its tp ranks, where these differ: 257 rows are 129 + 128.
     """
@@ -150,8 +150,8 @@ def _summed(config: ModelConfig, work: Workload, layout: Layout) -> Iterator[lis
     places = layout.tp if config.vocab_size % layout.tp else 1
     for pp, place in product(range(layout.pp), range(places)):
         one, two = (planned_traffic(config, layout, w, pp * each + place) for w in (work, twice))
-        pairs = [(one.get(axis, 0), two.get(axis, 0)) for axis in ("dp_cp", "dp_cp_tp")]
-        yield [number for a, b in pairs for number in (2 * a - b, b - a)]
+        a, b = one.get("dp_cp", 0), two.get("dp_cp", 0)
+        yield [2 * a - b, b - a, one.get("dp_cp_tp", 0)]
 
 
 def rings() -> dict[str, list]:

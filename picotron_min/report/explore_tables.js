@@ -72,9 +72,9 @@ function lookups(data) {
     const { moved, summed, pool } = model(L);
     const sums = find(summed, alike(L), L.pp, L.dp * L.cp, L.tp, zero(L), sp(L));
     return find(moved, alike(L), L.pp, L.cp, L.tp, sp(L)).map((number, pp) => {
-      const [a, b, c, d] = pool[sums.length > L.pp ? sums[pp * L.tp + tp] : sums[pp]];
+      const [once, each, norms] = pool[sums.length > L.pp ? sums[pp * L.tp + tp] : sums[pp]];
       const [ofPp, ofCp, ofTp] = pool[number].map(bytes => L.m * bytes);
-      return { pp: ofPp, cp: ofCp, tp: ofTp, dp_cp: a + L.m * b, dp_cp_tp: c + L.m * d };
+      return { pp: ofPp, cp: ofCp, tp: ofTp, dp_cp: once + L.m * each, dp_cp_tp: norms };
     });
   }
   // What each pipeline rank computes, and when; times are in slots, a chunk's forward takes one.

@@ -142,7 +142,7 @@ const QUESTIONS = {
     const weights = Object.keys(T.model(V).shapes).filter(name => T.has(V, V.rank, name, V.layer));
     if (!isLinked || !weights.includes(V.weight)) V.weight = any(weights.filter(name => name !== V.weight));
     const { sum: axis } = T.placed(V, V.weight), right = new Set(T.row(V, axis, V.rank).filter(rank => rank !== V.rank));
-    const reason = right.size ? `It is summed over ${axis}: ${list([...right])} have the same part, and saw other tokens.`
+    const reason = right.size ? `It is summed over ${axis}: ${list([...right])} ${right.size > 1 ? "have" : "has"} the same part, and saw other tokens.`
       : "No rank has the same part and saw other tokens.";
     return { picked: new Set(), right, reason, ask: `Which ranks sum the gradient of ${V.weight} with rank ${V.rank}? Choose them.` };
   },

@@ -58,7 +58,7 @@ function checkContrast() {
 // Any control, in any order.
 let seed = 7;
 const random = n => (seed = seed * 16807 % 2147483647) % n;
-for (let i = 0; i < 120; i++) {
+for (let i = 0; i < 60; i++) {
   const controls = document.querySelectorAll("button:enabled, select:enabled, input:enabled");
   const control = controls[random(controls.length)], name = control.getAttribute("aria-label") ?? control.textContent;
   if (control.tagName === "SELECT") control.selectedIndex = random(control.length);
