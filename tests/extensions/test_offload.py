@@ -142,7 +142,7 @@ def test_the_device_has_as_much_less_as_planned():
     assert two == three == 2 * one > 0
     peaks = []
     for num_offloaded in (0, 3):
-        model = build(4, vocab_size=64)
+        model = build(4, vocab_size=256)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         host = mock.patch.object(offload, "HostMemory", Elsewhere)

@@ -21,6 +21,7 @@ from picotron_min.runtime.launch import (
     choose_device,
     compute_deterministically,
     exit_on_usage_error,
+    in_words,
     open_process_group,
     set_environment,
     torchrun_launch,
@@ -166,3 +167,9 @@ def test_memory_in_segments_that_grow_is_tried_once(two_gpus, monkeypatch, capsy
     with pytest.raises(RuntimeError):
         choose_device(Launch(0, 0, 2, None), use_cpu=False)
     assert not capsys.readouterr().out
+
+
+def test_a_name_that_the_locale_cannot_write_is_refused_with_the_remedy():
+    with pytest.raises(UnicodeEncodeError) as error:
+        "größe".encode("ascii")
+    assert in_words(error.value).endswith("'größe' cannot be written: set PYTHONUTF8=1")
