@@ -52,7 +52,7 @@ def agreed(message: Message, here: int, there: int) -> tuple:
     if message.is_planned:
         ends = (here, peer) if kind == "send" else (peer, here)
         return ends, action.kind.value[-1], action.micro_batch, tensors
-    if rows:
+    if rows:  # of different numbers: what leaves here for there must arrive there from here
         arrive, leave = (dict(zip(ranks, each, strict=True)).get(there) for each in rows)
         return ranks, kind, {here: leave, there: arrive}
     return ranks, kind, tensors

@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self.at_peak: Counter[str] = Counter()  # bytes, by the line of code that has made them
         self.by_line, self.sizes = Counter(), {}
         self.num_experts = self.even_share = 0  # of a layer; of its tokens, for each expert
+        # Llama is built on the meta device, which is meant so; later, "meta" is C++'s mistake.
         self.is_building, self.action = True, None
 
     def begin(self) -> None:
@@ -128,6 +129,7 @@ class Recorder(TorchDispatchMode):
         return is_staged or not (options.get("non_blocking") or args[2:] == (True,))
 
     def _see(self, tensor: Tensor) -> None:
+        # A view shares its storage, which lives as long as any tensor that has it.
         storage = tensor.untyped_storage()
         if storage._cdata not in self.sizes and tensor.device.type == self.device.type:
             weakref.finalize(storage, self._resize, storage._cdata, 0)
@@ -141,7 +143,7 @@ class Recorder(TorchDispatchMode):
         self.live += size - before
         self.by_line[line] += size - before
         self.peak = max(self.peak, self.live)
-        if size:
+        if size:  # else its address may soon be another storage's
             self.sizes[key] = size, line
 
 

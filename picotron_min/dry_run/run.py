@@ -33,7 +33,7 @@ def dry_run(config: Config, rank: int = 0) -> Recorder:
             run.optimizer.step()  # makes its state
             model.weights_changed()
             for axis in axes:
-                axis.ledger.take_bytes()
+                axis.ledger.take_bytes()  # what the optimizer has sent is not of this step
             recorder.begin()
             train_step(run, 0)
     recorder.sent = {axis.name: sent for axis in axes if (sent := axis.ledger.take_bytes())}
