@@ -36,6 +36,7 @@ ROWS = """
 0.05 experts: tp=2 ep=2 sp padded model=softmax
 0.03 precision: fp8 fp8_skip=1 dtype=bfloat16 layers=4
 0.01 precision: dp=2 fp8 sharding=parameters layers=4
+0.02 qk_norm: model=qk-norm
 0.02 multi_token: pp=2 vocab_size=2048 model=depths
 """
 

@@ -40,9 +40,8 @@ def describe(config: Config, gpu_name: str | None, path: Path) -> None:
         print_experts(config, model_config)
     device = "cpu" if config.distributed.use_cpu else "cuda"
     memory = memory_per_rank(model_config, config.layout, config.workload, device)
-    print(
-        f"memory           {gb(memory.total)}, on the fullest rank", *memory_lines(memory), sep="\n"
-    )
+    print(f"memory           {gb(memory.total)}, on the fullest rank")
+    print("\n".join(memory_lines(memory, device)))
     if config.distributed.use_cpu and config.model.offload:
         print("offload          saves nothing on a CPU: the copies are in the same memory")
     if not config.distributed.use_cpu and config.model.dtype in gpu.peaks:

@@ -17,11 +17,9 @@ from picotron_min.planner.choices import Candidate, Request, rule_problems
 from picotron_min.planner.memory import gb
 from picotron_min.planner.uncertainty import is_toss_up
 
-# The choices that are explained, and their names where another one reads better.
-EXPLAINED = dict.fromkeys(["tp", "cp", "pp"])
-EXPLAINED |= {"micro_batch_size": "micro-batch", "recompute": None}
-EXPLAINED |= {"sequence_parallel": "sequence parallelism", "cp_engine": "context parallelism"}
-EXPLAINED |= {"pp_engine": "schedule", "pp_chunks": "chunks", "sharding": None, "ep": None}
+# The choices that are explained.
+EXPLAINED = ["tp", "cp", "pp", "micro_batch_size", "recompute", "sequence_parallel", "cp_engine"]
+EXPLAINED += ["pp_engine", "pp_chunks", "sharding", "ep"]
 
 
 class Reason(NamedTuple):
@@ -99,7 +97,7 @@ def lines_of(reasons: Iterator[Reason]) -> Iterator[str]:
     """A line for each choice: `pp 2, not 1: ...; not 4: ...`"""
     for choice, group in groupby(reasons, key=lambda reason: reason.choice):
         first, *others = group
-        line = f"{EXPLAINED[choice] or choice} {shown(first.value)}"
+        line = f"{choice} {shown(first.value)}"
         line += f", not {shown(first.other)}: {first.text}"
         yield line + "".join(f".\n    Not {shown(o.other)}: {o.text}" for o in others)
 

@@ -45,7 +45,8 @@ class RankMemory(NamedTuple):
         return sum(self)
 
 
-LEFT_OUT = "CUDA's context, NCCL's buffers, kernels' workspaces, gaps between tensors"
+LEFT_OUT = {"cpu": "Python and torch themselves"}  # of every plan, and of the dry run
+LEFT_OUT["cuda"] = "CUDA's context, NCCL's buffers, kernels' workspaces, gaps between tensors"
 
 
 def gb(number: float) -> str:

@@ -123,13 +123,13 @@ def times(best: Candidate) -> str:
 def memory(request: Request, of: RankMemory) -> str:
     what = "process" if request.device == "cpu" else "GPU"
     head = f"memory {gb(of.total)} of {gb(request.budget)} a {what}, on the fullest rank"
-    return "\n".join([head, *memory_lines(of)])
+    return "\n".join([head, *memory_lines(of, request.device)])
 
 
-def memory_lines(of: RankMemory) -> Iterator[str]:
+def memory_lines(of: RankMemory, device: str) -> Iterator[str]:
     for name, number in of._asdict().items():
         yield f"  {name.replace('_', ' '):<16}{number / 1e9:>9.4g} GB"
-    yield f"  not counted: {LEFT_OUT}"
+    yield f"  not counted: {LEFT_OUT[device]}"
 
 
 def traffic(request: Request, best: Candidate) -> str:

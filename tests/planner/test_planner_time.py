@@ -49,7 +49,6 @@ RANKS = {
     "FIRST": Rank(ONE, head=0, embedding=1),
     "LAST": Rank(ONE, head=1, embedding=0),
     "HALF": Rank(ONE, head=0.5, embedding=1),
-    "FOUR": Rank(((4, False),), head=1, embedding=1),
     "MIXED": Rank(MIXED, head=0, embedding=0),
 }
 LAYER = 8 * (2 * 3 * 4 + 3 * 16)
@@ -92,10 +91,8 @@ backward.attention            | flash_attention=false | 2 * (2048 / 350 + 14 * 8
 # passes over memory: sequence parallelism cuts the residuals, tensor parallelism alone does not
 forward.passes                |  | 0.9 * (residuals + heads + inner) / 500
 forward.passes                | is_fused=false residual_bytes=4 | (2 * 32 * 64 + 3.8 * (heads + inner)) / 500
-forward.passes                | tp=2 | 0.9 * (residuals + (heads + inner) / 2) / 500
 forward.passes                | tp=2 sp=true | 0.9 * (residuals + heads + inner) / 2 / 500
 # messages: 8 ranks in two nodes have four cards, 3 hops inside and one between
-link(1, 1).message(100)       |  | 0
 link(4, 1).message(100)       |  | 0.75 * 100 / 50 + 1 + 3 * 0.1
 link(8, 1).message(160)       |  | 7 / 8 * 160 / 40 + 1 + 4 * 0.1
 link(2, 4).message(100)       |  | 0.5 * 100 / 10 + 1 + 0.1
@@ -130,8 +127,6 @@ step.head                     |  | 3 * (1280 / 500 + 2 * (64 + 80 + 80) / 500) +
 step.head                     | stripe_rows=4 | 6 * (640 / 500 + 2 * 152 / 500) + 8 * 80 / 500 + 2 * 8 * 80 / 500
 step.head                     | depths=2 | 3 * (3840 / 500 + 2 * 512 / 500) + 1920 / 500 + 6 * (2048 / 500 + 2 * 320 / 500)
 step.head                     | depths=2 tp=2 sp=true | 3 * (1920 / 500 + 2 * 352 / 500) + 960 / 500 + 6 * (1024 / 500 + 2 * 224 / 500)
-step.head_messages            | depths=2 tp=2 | 6 * t
-step.load(FOUR).parameters    | depths=2 | 4 * LAYER + 160 + 2 * 128
 # parameters, accumulation, optimizer
 step.load(WHOLE).parameters   |  | ALL
 step.load(WHOLE).parameters   | tied=true | ALL - 80

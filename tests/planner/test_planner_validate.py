@@ -1,66 +1,33 @@
 """The time model against published runs: how good it must stay."""
 
+import re
 from dataclasses import replace
-from statistics import mean, median
 
 import pytest
 
 from picotron_min.planner.step_time import Prediction
 from picotron_min.planner.uncertainty import interval, is_toss_up, unlike
-from picotron_min.planner.validate import Run, errors_of, read_runs, spearman, sweep
+from picotron_min.planner.validate import read_runs, report
 from tests.planner.draw import FILES
 
 RUNS = [run for file in FILES for run in read_runs(file)]
-FIRST = 80  # of the first file
-COUNTED = [run for run in RUNS if run.use == "counted"]
-LATER = [run for run in RUNS[FIRST:] if run.use == "counted"]
+# Errors in the median, of nine of ten, of all; within their intervals, and the median width.
+REACHED = """
+174 counted runs     | 4.8% 14.2% 57.6% 94% 17%
+ 96 dense, bf16      | 4.8% 14.5% 33.9% 92% 16%
+ 52 dense, 8 bits    | 4.0% 11.6% 15.8% 100% 18%
+ 12 mixtures, bf16   | 7.4% 16.2% 38.8% 92% 27%
+ 14 mixtures, 8 bits | 8.8% 15.5% 57.6% 93% 34%
+ 13 layouts of one sweep: Spearman 0.88 | 100.0%
+"""
 
 
-def some(name: str) -> list[Run]:
-    """The counted runs of a line below."""
-    kinds = {run.kind for run in COUNTED if run.kind.startswith(name)}
-    chosen = {
-        "first file": [run for run in RUNS[:FIRST] if run.use == "counted"],
-        "7 messages": [run for run in LATER if run.setting.system.tp_messages != (4, 4)],
-        "long": [run for run in LATER if run.setting.workload.seq_length >= 2**15],
-    }
-    return chosen.get(name) or [run for run in LATER if run.kind in kinds]
-
-
-# Errors at most: in the median, of nine of ten, of all.
-MOST = """
-first file    | 65 | 0.04 | 0.15 | 0.40
-dense         | 83 | 0.06 | 0.16 | 0.40
-dense, 8 bits | 52 | 0.05 | 0.13 | 0.40
-mixtures      | 26 | 0.10 | 0.18 | 0.60
-7 messages    |  6 | 0.15 | 0.15 | 0.15
-long          |  8 | 0.20 | 0.20 | 0.20
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("row", MOST)
-def test_published_speeds_are_predicted(row):
-    name, number, *most = map(str.strip, row.split("|"))
-    runs = some(name)
-    assert len(runs) == int(number)
-    assert all(e < float(m) for e, m in zip(errors_of(runs), most, strict=True)), errors_of(runs)
-
-
-def test_layouts_of_one_sweep_are_put_in_order():
-    ranked = sweep(RUNS[:FIRST])
-    assert len(ranked) == 13
-    measured, predicted = [run.measured for run in ranked], [run.predicted for run in ranked]
-    assert spearman(measured, predicted) >= 0.85
-    best = max(ranked, key=lambda run: run.predicted)
-    assert best.measured >= 0.95 * max(measured)
-
-
-def test_intervals_hold_nine_of_ten_runs_in_each_class():
-    assert 0.90 < mean(run.is_within for run in COUNTED) < 0.98
-    for kind in {run.kind for run in COUNTED}:
-        assert mean(run.is_within for run in COUNTED if run.kind == kind) >= 0.9
-    widths = [r.interval[1] / r.predicted - 1 for r in COUNTED if "dense" in r.kind]
-    assert median(widths) < 0.20
+def test_published_speeds_are_predicted_as_well_as_ever():
+    found = report(RUNS).rpartition("\n\n")[2].splitlines()
+    for row in REACHED.strip().splitlines():
+        name, numbers = map(str.strip, row.split("|"))
+        (line,) = (line for line in found if name in line)
+        assert re.findall(r"[\d.]+%", line) == numbers.split(), name
 
 
 def test_an_interval_is_twice_as_wide_where_no_run_is_similar():

@@ -98,7 +98,7 @@ def test_every_choice_of_the_best_layout_is_explained():
     asked = replace(LLAMA, gpus=32)
     (best,) = search(fixed(asked, "tp=4,pp=2,pp_engine=interleaved,cp=2"), top=1)
     reasons = list(why(asked, best))
-    assert {reason.choice for reason in reasons} == EXPLAINED.keys() - {"ep"}
+    assert {reason.choice for reason in reasons} == {*EXPLAINED} - {"ep"}
     shown = " ".join(plan_text(asked, [best]).split())
     assert all(reason.text in shown for reason in reasons)
     for reason in (reason for reason in reasons if reason.candidate):
