@@ -38,9 +38,8 @@ def saved_per_token(
     selective   2 n E                               2 E + 4 M
     full        1 E: the layer's input              nothing
 
-    n is 1 on GPUs, whose norms keep their input, and 2 on CPUs, which also keep it normalised.
-
-    A prediction layer keeps 3 n E and 2 E more: its input [2E], as eh_proj's input, too, and the
+    n is 1 on GPUs, whose norms keep their input, and 2 on CPUs, which also keep it normalised. A
+    prediction layer keeps 3 n E and 2 E more: its input [2E], as eh_proj's input, too, and the
     input of the norm behind it. Where it is recomputed, (1 + n) E more.
 
     Linears in FP8 keep their inputs in one byte a number: norms' outputs, the product, and
@@ -61,8 +60,7 @@ def saved_per_token(
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         repeats = device != "cpu" and dtype == "float32" and layout.cp == 1
         kept = narrow * 2 * D * (heads + (heads if repeats else kv_heads))
-        normed = sum(family.normed(c) for family in FAMILIES.values())
-        kept += fp8 * D * heads + n * wide * normed
+        kept += fp8 * D * heads + n * wide * sum(f.normed(c) for f in FAMILIES.values())
         attention = _factor(dtype, fp8) * E + kept / tp
     if c.has_experts(layer):
         mlp = _saved_by_experts(c, dtype, layout, fp8, rows)
