@@ -11,7 +11,7 @@ library only, so that a run can be planned anywhere.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -143,7 +143,28 @@ def travelling(
 def _memory_of(
     rank: int, share: Share, c: ModelConfig, layout: Layout, work: Workload, device: str
 ) -> RankMemory:
-    """At the fuller of two moments: in the backward of a layer, or in the last stripe of a loss."""
+    weights, gradients, states = parameter_bytes(share, layout, work).values()
+    weights += _fp8_weights(share, c, layout, work)
+    found = []
+    for moment in moments_of(rank, share, c, layout, work, device):
+        gathered, buffers = travelling(share, layout, work, moment.freed)
+        parts = weights + gathered, gradients + buffers, states, *moment[1:]
+        found.append(RankMemory(*map(math.ceil, parts)))
+    return max(found, key=sum)
+
+
+class Moment(NamedTuple):
+    """Bytes of a rank when it may be fullest."""
+
+    freed: float | None  # by the layer whose backward was the last; None: a loss is computed
+    activations: float
+    loss: float
+
+
+def moments_of(
+    rank: int, share: Share, c: ModelConfig, layout: Layout, work: Workload, device: str
+) -> list[Moment]:
+    """In the backward of a layer; and where a rank has the head, in the last stripe of a loss."""
     tokens = work.micro_batch_size * work.seq_length // layout.cp
     fp8 = {i: work.in_fp8(i, c.num_hidden_layers) for i in share.layers}
     rows = most_rows(layout, work)
@@ -175,17 +196,8 @@ def _memory_of(
     alive = tokens * alive - of_loss
     layer = tokens * (max(made for _, made in each.values()) + max(on_their_way))
     freed = tokens * min(saved for saved, _ in each.values())
-    moments = [(freed, alive + layer, 0)]
-    moments += [(None, alive, of_loss + of_stripe)] * share.has_head
-    terms = parameter_bytes(share, layout, work)
-    weights, gradients, states = terms.values()
-    weights += _fp8_weights(share, c, layout, work, fp8)
-    found = []
-    for freed, *more in moments:
-        gathered, buffers = travelling(share, layout, work, freed)
-        parts = weights + gathered, gradients + buffers, states, *more
-        found.append(RankMemory(*map(math.ceil, parts)))
-    return max(found, key=sum)
+    at_loss = [Moment(None, alive, of_loss + of_stripe)] * share.has_head
+    return [Moment(freed, alive + layer, 0), *at_loss]
 
 
 def _most_alive(plan: Plan, kept: Sequence[float], left: Sequence[float]) -> float:
@@ -261,12 +273,11 @@ def _offloaded(
     return stay, max(0, 2 * max(leave, default=0) - stay)
 
 
-def _fp8_weights(
-    share: Share, c: ModelConfig, layout: Layout, work: Workload, fp8: Mapping[int, bool]
-) -> int:
+def _fp8_weights(share: Share, c: ModelConfig, layout: Layout, work: Workload) -> int:
     """FP8: bytes of W and its transpose, beyond the copies in bfloat16 that they replace."""
     linears = (LayerParameters.of(c, layout, c.has_experts(i)).linears for i in share.layers)
-    layers = [2 * fp8[i] * int(size) for i, size in zip(share.layers, linears, strict=True)]
+    in_8_bits = (work.in_fp8(i, c.num_hidden_layers) for i in share.layers)
+    layers = [2 * fp8 * int(size) for fp8, size in zip(in_8_bits, linears, strict=True)]
     if layout.sharding == "parameters":  # of the window that computes
         return max(layers) * math.ceil(len(layers) / sum(not unit.is_end for unit in share.units))
     replaced = work.dtype == "bfloat16" and layout.sharding == "none"

@@ -3,7 +3,8 @@
     refusals              "pp 4 zb_v", "tp 8": what the check of a config says of these alone
     placed                how a weight is cut, where its gradient is summed, what a rank updates
     plans                 "3B0>1": at slot 3 the backward of micro-batch 0, its result goes to 1
-    states, activations   planner/memory.py
+    states, travelling    planner/memory.py: of parameters, and what is whole for a moment
+    activations, moments  planner/memory.py: at the fullest, and what of that is of one moment
     summed, moved         planner/traffic.py: gradients and weights; activations
     rings                 the causal triangle in pieces, by rank and hop
 
@@ -11,7 +12,8 @@ A layout joins a row of states with one of activations: a table of all layouts w
 large. Many layouts have the same rows, so a table holds numbers of rows in a `pool`.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -22,8 +24,14 @@ from picotron_min.extensions.schedules.simulator import Timeline
 from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.pipeline_schedule import SENDS, Plan
 from picotron_min.placement import placements
-from picotron_min.planner.memory import memory_of_ranks
-from picotron_min.planner.parameters import layers_of_ranks
+from picotron_min.planner.memory import (
+    Moment,
+    moments_of,
+    parameter_bytes,
+    shares_of_ranks,
+    travelling,
+)
+from picotron_min.planner.parameters import Share, layers_of_ranks
 from picotron_min.planner.traffic import planned_traffic
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import problems_of
@@ -36,6 +44,7 @@ WORKLOADS = {
 }
 ZERO = ("none", "optimizer", "gradients", "parameters")  # stages 0 to 3
 ALIKE = ("1f1b", "interleaved", "zb_v")  # afab and zb_h1 have their layers where 1f1b has them
+TABLES = ("stages", "states", "travelling", "activations", "moments", "moved", "summed")
 PIECE = 8  # tokens of a piece in the picture of a ring
 
 
@@ -109,11 +118,11 @@ def _row(rank: int, plan: Plan, timeline: Timeline) -> str:
 def costs(name: str) -> dict[str, object]:
     """What a layout needs of memory and sends: of the first rank of each stage, which has most."""
     config, (work, device), bad = find_preset(name), WORKLOADS[name], refusals(name)
-    found = {table: {} for table in ("stages", "states", "activations", "moved", "summed")}
-    pool = {}
+    found, pool = {table: {} for table in TABLES}, {}
 
-    def add(table: str, key: str, rows: Iterator) -> None:
-        found[table][key] = [pool.setdefault(tuple(row), len(pool)) for row in rows]
+    def add(table: str, key: str, rows: Iterable) -> None:  # of the engine below
+        rows = (tuple(int(n) if n == int(n) else n for n in row) for row in rows)
+        found[table].setdefault(engine, {})[key] = [pool.setdefault(row, len(pool)) for row in rows]
 
     for engine, pp, tp, n in product(SCHEDULES, SIZES, SIZES, (*SIZES, MOST_RANKS)):
         if pp * tp * n > MOST_RANKS or {f"pp {pp} {engine}", f"tp {tp}"} & bad.keys():
@@ -121,8 +130,11 @@ def costs(name: str) -> dict[str, object]:
         for sp in (False, True) if tp > 1 else (False,):
             layout = layout_of(engine, pp, cp=n, tp=tp, sequence_parallel=sp)
             for m in SIZES if n < MOST_RANKS else ():  # cp goes to 8
-                ranks = memory_of_ranks(config, layout, replace(work, num_micro_batches=m), device)
-                add("activations", f"{engine} {pp} {m} {n} {tp} {sp:d}", (r[3:] for r in ranks))
+                shares = enumerate(shares_of_ranks(config, layout, work.seq_length))
+                of = config, layout, replace(work, num_micro_batches=m), device
+                ranks = [moments_of(rank, share, *of) for rank, share in shares]
+                add("activations", f"{pp} {m} {n} {tp} {sp:d}", ([r[0][1]] for r in ranks))
+                add("moments", f"{pp} {n} {tp} {sp:d}", map(_of_a_moment, ranks))
             if engine not in ALIKE:
                 continue
             ranks = layers_of_ranks(config, layout, work.seq_length)
@@ -130,15 +142,32 @@ def costs(name: str) -> dict[str, object]:
             firsts = range(0, layout.world_size, n * tp)
             sent = [planned_traffic(config, layout, work, rank) for rank in firsts]
             rows = ([of.get(axis, 0) for axis in ("pp", "cp", "tp")] for of in sent)
-            add("moved", f"{engine} {pp} {n} {tp} {sp:d}", rows)
+            add("moved", f"{pp} {n} {tp} {sp:d}", rows)
             # Of dp and cp only the product matters here.
             for zero, sharding in enumerate(ZERO if n > 1 else ZERO[:1]):
                 sharded = replace(layout, dp=n, cp=1, sharding=sharding)
-                ranks = memory_of_ranks(config, sharded, work, device)
-                key = f"{engine} {pp} {n} {tp} {zero}"
-                add("states", key, (rank[:3] for rank in ranks))
+                shares = shares_of_ranks(config, sharded, work.seq_length)
+                key = f"{pp} {n} {tp} {zero}"
+                states = (parameter_bytes(share, sharded, work).values() for share in shares)
+                add("states", key, states)
+                if zero > 1:
+                    rows = (_travelling(share, sharded, work) for share in shares)
+                    add("travelling", key, rows)
                 add("summed", f"{key} {sp:d}", _summed(config, work, sharded))
     return found | {"pool": [*pool], "refusals": bad}
+
+
+def _of_a_moment(moments: list[Moment]) -> list[float]:
+    """[freed by a layer, more activations in its backward than at a loss, bytes of a loss]."""
+    layer, *losses = moments
+    return [layer.freed] + [n for m in losses for n in (layer.activations - m.activations, m.loss)]
+
+
+def _travelling(share: Share, layout: Layout, work: Workload) -> list[float]:
+    """[gathered weights, buffers] of a layer's backward without lm_head, and those at a loss."""
+    at_loss = travelling(share, layout, work, None)
+    gathered, buffers = travelling(share, layout, work, math.inf)
+    return [gathered, buffers - share.has_head * at_loss[1], *at_loss]
 
 
 def _summed(config: ModelConfig, work: Workload, layout: Layout) -> Iterator[list[int]]:

@@ -60,18 +60,29 @@ function lookups(data) {
     const { cuts } = placed(L, weight), of = other => String(part(L, weight, other, cuts));
     return ranks(L).filter(other => has(L, other, weight, layer) && of(other) === of(rank));
   }
-  // Bytes of each pipeline rank: weights, gradients, optimizer, activations, loss.
+  // Bytes of each pipeline rank: weights, gradients, optimizer, activations, loss. It is fullest in
+  // the backward of a layer, or at a loss; from ZeRO 2 on some tensors are whole for a moment.
   function memory(L) {
-    const { states, activations, pool } = model(L);
-    const kept = find(activations, L.engine, L.pp, L.m, L.cp, L.tp, sp(L));
-    return find(states, alike(L), L.pp, L.dp * L.cp, L.tp, zero(L))
-      .map((number, pp) => [...pool[number], ...pool[kept[pp]]]);
+    const { states, travelling, activations, moments, pool } = model(L);
+    const of = [L.pp, L.dp * L.cp, L.tp, zero(L)], cut = [L.cp, L.tp, sp(L)];
+    const live = find(activations[L.engine], L.pp, L.m, ...cut);
+    const other = find(moments[L.engine], L.pp, ...cut), whole = find(travelling[alike(L)], ...of);
+    const total = row => row.reduce((a, b) => a + b);
+    return find(states[alike(L)], ...of).map((number, pp) => {
+      const [weights, gradients, state] = pool[number], [alive] = pool[live[pp]];
+      const [freed, layer, loss = 0] = pool[other[pp]];
+      const [gathered, buffers, ends, head] = whole ? pool[whole[pp]] : [0, 0, 0, 0];
+      const behind = Math.max(loss && head, buffers - freed);
+      const backward = [weights + gathered, gradients + buffers + behind, state, alive, 0];
+      const atLoss = [weights + ends, gradients + head, state, alive - layer, loss];
+      return (loss && total(atLoss) > total(backward) ? atLoss : backward).map(Math.ceil);
+    });
   }
   // Bytes that a rank of each stage sends in a step, by axis; `tp`: its place along tp.
   function traffic(L, tp = 0) {
     const { moved, summed, pool } = model(L);
-    const sums = find(summed, alike(L), L.pp, L.dp * L.cp, L.tp, zero(L), sp(L));
-    return find(moved, alike(L), L.pp, L.cp, L.tp, sp(L)).map((number, pp) => {
+    const sums = find(summed[alike(L)], L.pp, L.dp * L.cp, L.tp, zero(L), sp(L));
+    return find(moved[alike(L)], L.pp, L.cp, L.tp, sp(L)).map((number, pp) => {
       const [once, each, norms] = pool[sums.length > L.pp ? sums[pp * L.tp + tp] : sums[pp]];
       const [ofPp, ofCp, ofTp] = pool[number].map(bytes => L.m * bytes);
       return { pp: ofPp, cp: ofCp, tp: ofTp, dp_cp: once + L.m * each, dp_cp_tp: norms };
