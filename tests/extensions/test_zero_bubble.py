@@ -36,16 +36,16 @@ def test_w_before_its_b_is_a_deadlock(engine):
         simulate(plans, place=SCHEDULES[engine].place)
 
 
-def step_without_a_w(sharding: str) -> str:
-    training = make_training(*row(f"schedules: dp=2 m=3 engine=zb_h1 sharding={sharding}"))
+def step_without_a_w(words: str) -> str:
+    training = make_training(*row(f"schedules: m=3 engine=zb_h1 {words}"))
     training.model.plan.remove(Action(W, 1))
     with pytest.raises(RuntimeError) as error:
         training.step(0)
     return str(error.value)
 
 
-@pytest.mark.parametrize("sharding", ["none", "optimizer"])
-def test_gradients_that_a_missing_w_leaves_out_are_named(pool, sharding):
-    for message in pool.run(2, step_without_a_w, sharding):
+@pytest.mark.parametrize("words", ["tp=2", "dp=2 sharding=optimizer"])
+def test_gradients_that_a_missing_w_leaves_out_are_named(pool, words):
+    for message in pool.run(2, step_without_a_w, words):
         assert "model.layers.0.self_attn.q_proj.weight (1)" in message
         assert "norm" not in message and "embed_tokens" not in message, "B computes those"
