@@ -110,7 +110,9 @@ schedules: pp=2 chunks=3 m=2 engine=interleaved model=tied
 sharding: dp=4 sharding=optimizer vocab_size=3 layers=1
 sharding: dp=4 sharding=gradients m=2 vocab_size=3 layers=1
 sharding: dp=4 sharding=parameters vocab_size=3 layers=1
-sharding: dp=8 sharding=layerwise layers=1
+sharding: dp=8 sharding=layerwise layers=1 muon
+experts: dp=4 ep=4 moe_router_force_biased=-30 model=softmax
+experts: dp=4 ep=2 etp=2 moe_router_force_biased=-30 dropping model=softmax
 sharding: dp=2 pp=2 m=4 engine=zb_v sharding=parameters model=tied
 """
 

@@ -149,13 +149,18 @@ def to_hf(model_config: ModelConfig) -> dict:
 
     ValueError if no architecture describes the model, as after a change of our own.
     """
-    if name := model_type(model_config):
-        return _written(name, model_config)
+    if problem := without_form(model_config):
+        raise ValueError(problem)
+    return _written(model_type(model_config), model_config)
+
+
+def without_form(model_config: ModelConfig) -> str | None:
+    """Why a model has no Hugging Face form, if so, and what would give it one."""
     other = {name: _differences(name, model_config) for name in ARCHITECTURES}
     fewest = min(map(len, other.values()))
     ways = (f"{' and '.join(d)} for {name!r}" for name, d in other.items() if len(d) == fewest)
     why = f"no model of transformers is like it: set {', or '.join(ways)}"
-    raise ValueError(f"{why}; or add an architecture for it")
+    return f"{why}; or add an architecture for it" if fewest else None
 
 
 def _written(name: str, model_config: ModelConfig) -> dict:

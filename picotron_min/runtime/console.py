@@ -89,7 +89,12 @@ class Console:
         self._print(f"warning: {text.strip()}", style="yellow")
 
     def summary(
-        self, save_dir: str, checkpoint: Path | None, dataset: str, more: dict | None = None
+        self,
+        save_dir: str,
+        checkpoint: Path | None,
+        dataset: str,
+        more: dict | None = None,
+        is_exported: bool = True,
     ) -> dict[str, str]:
         """Print the results of the run, which are returned, and how to use its model."""
         rows, seconds, folder = {}, self._seconds, Path(save_dir, "hf")
@@ -116,7 +121,10 @@ class Console:
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)
         report = f"python -m picotron_min.report {shlex.quote(save_dir)}"
-        self.header("Done", rows | {"model": str(folder), "report": report})
+        rows |= {"model": str(folder)} if is_exported else {}
+        self.header("Done", rows | {"report": report})
+        if not is_exported:
+            return results
         # A beginning that fits the text: Python code, or anything else.
         prompt = "def " if dataset == "stdlib" or dataset.endswith(".py") else "The "
         self._print(USAGE.format(folder=folder, prompt=prompt))

@@ -17,7 +17,6 @@ from picotron_min.extensions.build import open_batches
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initialise
 from picotron_min.mesh import Axes, build_axes
-from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.failures import RankMonitor
@@ -119,7 +118,6 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         meters.append(open_meter(device, launch.local_rank, config.tokens_per_step))
     backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
-    to_hf(model_config)  # a model that cannot be exported is refused now, not after its last step
     if launch.rank == 0:  # the one that writes
         lock = lock_folder(save_dir)
     if start := find_start(config.checkpoint.load_path, save_dir):

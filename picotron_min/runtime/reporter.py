@@ -16,6 +16,7 @@ from rich.console import Console as RichConsole
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.mesh import Axes
 from picotron_min.pipeline_parallel import Watch
+from picotron_min.runtime.architectures import without_form
 from picotron_min.runtime.console import Console
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import find_start, make_room
@@ -153,8 +154,11 @@ class Reporter(ExitStack):
         self.log.close()  # wandb prints a summary of its own, above this one
         newest = find_start("latest", Path(save_dir))
         more = [("energy", meter.summary()) for meter in self.inputs.meters]
-        rows = self.console.summary(save_dir, newest, config.dataset.name, dict(more))
-        if self.axes.world.rank == 0:
+        is_exported = not without_form(self.inputs.model_config)
+        rows = self.console.summary(
+            save_dir, newest, config.dataset.name, dict(more), is_exported=is_exported
+        )
+        if is_exported and self.axes.world.rank == 0:
             write_card(Path(save_dir, "hf"), self.start.header | rows, self.inputs.tokenizer)
 
 
@@ -167,6 +171,8 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     config, done, last = inputs.config, inputs.first_step, inputs.last_step
     if inputs.metadata:
         yield from resume_warnings(inputs.metadata, config, inputs.data)
+    if problem := without_form(inputs.model_config):
+        yield f"{problem}. Without, the run leaves checkpoints, and no model in transformers' form"
     text, batches = inputs.text, inputs.batches
     if left := text.not_read:
         names = ", ".join(left[:5]) + f" and {len(left) - 5} more" * (len(left) > 5)

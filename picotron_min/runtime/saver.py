@@ -101,8 +101,9 @@ class Saver:
             writing.result()
 
     def export(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, in the dtype it was computed in."""
-        from picotron_min.runtime.hugging_face import export_hf  # needs pydantic
+        """Write the model as a Hugging Face folder, if it has such a form, in the run's dtype."""
+        from picotron_min.runtime.architectures import without_form  # needs pydantic
+        from picotron_min.runtime.hugging_face import export_hf
 
         model, inputs = self.run.model, self.inputs
         # Steps whose gradient is not finite change nothing, so they do not notice such weights.
@@ -117,6 +118,8 @@ class Saver:
                 f"{problem}: no model is written. "
                 "Resume from an earlier checkpoint, or start anew, from other weights"
             )
+        if without_form(inputs.model_config):  # the run has said so at its start
+            return
         dtype = getattr(torch, inputs.config.model.dtype)
         weights = {name: p.data.to(dtype) for name, p in model.parameters.items()} | model.buffers
         parts = model.parts_of_whole(weights)

@@ -9,7 +9,7 @@ import transformers
 from picotron_min.costs import parameter_count
 from picotron_min.extensions.settings import SIZES, ModelConfig
 from picotron_min.model_config import RopeScaling
-from picotron_min.runtime.architectures import from_hf, to_hf
+from picotron_min.runtime.architectures import from_hf, to_hf, without_form
 from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.public_models import PRESETS, find_preset, tokenizer_of
 from picotron_min.runtime.tokenizer import BytesTokenizer
@@ -163,10 +163,18 @@ def test_published_files_leave_out_what_follows_from_other_numbers():
     assert from_hf(hf | more).no_rope_layers == (1, 1, 1, 0) * 2
 
 
-def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path):
-    mixed = NORMED.override(no_rope_layers=(1, 0, 1))
-    weights = {name: torch.zeros(shape) for name, shape in mixed.parameter_shapes().items()}
-    message = r"set no_rope_layers=\[\] for 'qwen3', or qk_norm=false for 'smollm3'; or add"
-    with pytest.raises(ValueError, match=message):
-        export_hf(tmp_path / "hf", weights, mixed, BytesTokenizer())
+MIXED = NORMED.override(no_rope_layers=(1, 0, 1))
+ALONE = [
+    (MIXED, "set no_rope_layers=[] for 'qwen3', or qk_norm=false for 'smollm3'; or add"),
+    (NORMED.override(num_nextn_predict_layers=1), "qk_norm=false for 'llama', or num_nextn_pre"),
+    (EXPERTS.override(num_nextn_predict_layers=1), "scoring_func=\"sigmoid\" for 'glm4_moe'"),
+]
+
+
+@pytest.mark.parametrize("model_config,message", ALONE)
+def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path, model_config, message):
+    assert message in without_form(model_config)
+    weights = {name: torch.zeros(shape) for name, shape in MIXED.parameter_shapes().items()}
+    with pytest.raises(ValueError, match="no model of transformers is like it"):
+        export_hf(tmp_path / "hf", weights, model_config, BytesTokenizer())
     assert not any(tmp_path.iterdir())

@@ -176,6 +176,20 @@ def test_a_run_whose_steps_were_all_skipped_exports_nothing(workplace):
     assert workplace.files("skipped") == ["metrics.jsonl", "run.jsonl"]
 
 
+def test_a_model_that_transformers_lacks_trains_and_resumes_without_an_export(workplace):
+    model = {"qk_norm": True, "qkv_bias": True}
+    for steps in (1, 2):
+        training = {"total_train_steps": steps, "warmup_steps": 0}
+        config = workplace.config(
+            "own", training=training, model=model, checkpoint={"load_path": "latest"}
+        )
+        outcome = workplace.main(config)
+        assert outcome.code == 0 and "no model of transformers is like it" in outcome.output
+        assert "Done" in outcome.output and "pipeline(" not in outcome.output
+    files = workplace.files("own")
+    assert "step-00000002" in files and "hf" not in files
+
+
 def state_of(training: Training) -> dict[str, torch.Tensor]:
     parts = training.parameters, training.model.buffers, training.optimizer
     return {name: tensor.clone() for name, tensor in training_tensors(*parts).items()}
