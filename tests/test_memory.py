@@ -52,7 +52,7 @@ def collected(action):
 def measured(text: str) -> tuple[int, int, tuple]:
     """Bytes between steps and at the peak of one, and what is planned for this rank."""
     config, model_config = row(text, **SIZES)
-    with Recorder("cpu") as recorder:
+    with Recorder("cpu") as recorder, recorder.seeing_resizes():
         training = make_training(config, model_config)
         gc.freeze()
         for step in range(2):

@@ -19,14 +19,14 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_matrices_are_cut_and_norms_are_not(preset):
+def test_matrices_and_biases_are_cut_and_norms_are_not(preset):
     model_config = PRESETS[preset]
     shapes = model_config.parameter_shapes()
     table = placements(shapes, Layout(tp=2), model_config.tie_word_embeddings)
     assert table.keys() == shapes.keys()
     for name, placement in table.items():
         cuts = [cut for cut in placement.cuts if cut.owner is None]  # experts have owners
-        is_whole = len(shapes[name]) == 1 or name.endswith("mlp.gate.weight")  # of a router
+        is_whole = "norm" in name or name.endswith("mlp.gate.weight")  # of a router
         assert len(cuts) == (not is_whole), name
 
 
