@@ -86,13 +86,17 @@ class FusedSilu(torch.autograd.Function):
         return torch.empty_like(dy)
 
 
+def pinned(x: Tensor) -> Tensor:  # not by empty_like, which fails on the constant of one expert
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+
 STAND_INS = [
     (Tensor, "_make_subclass", staticmethod(as_meta)),
     (FakeTensor, "is_cuda", property(lambda tensor: tensor.fake_device.type == "cuda")),
     (FakeTensor, "is_cpu", property(lambda tensor: tensor.fake_device.type == "cpu")),
     # One wait, not one for each number: all are the same.
     (FakeTensor, "tolist", lambda x: np.full(x.shape, x.flatten()[0].item()).tolist()),
-    (Tensor, "pin_memory", lambda x: torch.empty_like(x, pin_memory=True).copy_(x)),
+    (Tensor, "pin_memory", pinned),
     (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),  # else 0 for all
     (torch.utils, "swap_tensors", move),
     (F, "scaled_dot_product_attention", attention),

@@ -47,6 +47,7 @@ core: cp=4 ulysses mask
 core: pp=4 m=4 recompute=selective model=tied
 core: dp=2 pp=2 cp=2 tp=2 m=2 count_zeros
 documents: cp=4 packed
+experts: dp=4 ep=4 model=softmax num_local_experts=4        2
 experts: dp=2 ep=2 padded model=softmax
 experts: dp=2 ep=2 layers=3 model=softmax                 3
 experts: dp=2 tp=2 ep=2 etp=2 allgather model=gated        1
