@@ -1,11 +1,11 @@
-"""Family: what a kind of model says about itself, in the shape.py of its folder.
+"""Family: what the project must know of a kind of model, in the shape.py of its folder.
 
     shape, rows       numbers, parameters and their places: so it is built, cut, summed and saved
     architectures     what transformers calls it: so it is read and exported
     modules, normed   what they keep for backward: so its memory is planned
     tiny, kind        a small model of it: so it is compared with one process
 
-All lists of other rooms are made from `settings.FAMILIES`. Standard library only.
+The lists in other folders are made from `settings.FAMILIES`. Standard library only.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ class Family(NamedTuple):
     shape: type[ModelConfig]  # its numbers, each with a type; names and shapes of its parameters
     rows: Callable[..., Table] = lambda shapes, table, num_layers, layout: {}  # see placement.Rule
     modules: tuple[str, ...] = ()  # the last part of the names of those parameters' modules
-    normed: Callable[[ModelConfig], int] = lambda c: 0  # numbers of a token that its norms take
+    normed: Callable[[ModelConfig], int] = lambda c: 0  # numbers per token that its norms read
     # Its class, in the folder's extension.py, unless build.py makes it from a run's settings.
     extension: str | None = None
     is_used: Callable[[ModelConfig], bool] = lambda c: False  # whether a model needs that class

@@ -30,7 +30,7 @@ def saved_per_token(
 ) -> float:
     """Bytes that the forward of a layer keeps for backward, per token.
 
-    `rows` of the experts of a rank, to those if tokens use all experts alike.
+    `rows`: rows that a rank's experts get, divided by those of an even share.
 
     recompute   wide (float32, or float64)          in the compute dtype
     none        2 n E: of 2 norms                   2 E norms' outputs + 2 Q D q, attention's output
@@ -113,9 +113,9 @@ def _refuse_unknown(c: ModelConfig) -> None:
     """ValueError for a parameter of a layer whose activations would not be counted."""
     kinds = {c.has_experts(layer): layer for layer in range(c.num_layers)}
     for name in chain(c.attention_shapes(), *map(c.mlp_shapes, kinds.values())):
-        if name.split(".")[-1] not in KNOWN:
+        if (module := name.split(".")[-1]) not in KNOWN:
             why = f"what {name} keeps for backward is not planned"
-            raise ValueError(f"{why}: add {name} to the modules of its Family, with what it keeps")
+            raise ValueError(f"{why}: add {module!r} to the modules of its Family")
 
 
 def _factor(dtype: str, fp8: bool) -> int:

@@ -14,7 +14,7 @@ class RopeFree(ModelConfig):
         super().__post_init__()
         given, layers = tuple(self.no_rope_layers), self.num_layers
         if given and len(given) < layers:
-            why = f"no_rope_layers has {len(given)} numbers for {layers} layers"
+            why = f"no_rope_layers has {len(given)} numbers for {layers} layers in all"
             raise ValueError(f"{why}: give one for each, or [] for rotary embedding in all")
         if wrong := {*given} - {0, 1}:
             raise ValueError(f"no_rope_layers has {min(wrong)}: use 1 for rotary embedding, else 0")
