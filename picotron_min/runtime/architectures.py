@@ -156,11 +156,13 @@ def to_hf(model_config: ModelConfig) -> dict:
 
 def without_form(model_config: ModelConfig) -> str | None:
     """Why a model has no Hugging Face form, if so, and what would give it one."""
+    if model_type(model_config):
+        return None
     other = {name: _differences(name, model_config) for name in ARCHITECTURES}
     fewest = min(map(len, other.values()))
     ways = (f"{' and '.join(d)} for {name!r}" for name, d in other.items() if len(d) == fewest)
     why = f"no model of transformers is like it: set {', or '.join(ways)}"
-    return f"{why}; or add an architecture for it" if fewest else None
+    return f"{why}; or add an architecture for it"
 
 
 def _written(name: str, model_config: ModelConfig) -> dict:
