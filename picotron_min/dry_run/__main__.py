@@ -15,7 +15,7 @@ from pathlib import Path
 from picotron_min.dry_run.fit import kinds_of_ranks, misfit
 from picotron_min.dry_run.recorder import Recorder
 from picotron_min.dry_run.run import dry_run, shortened
-from picotron_min.planner.memory import gb, memory_of_ranks
+from picotron_min.planner.memory import LEFT_OUT, gb, memory_of_ranks
 from picotron_min.planner.traffic import planned_traffic
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
@@ -23,9 +23,7 @@ from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import GPUS, Gpu
 from picotron_min.runtime.json_file import read_json
 
-NOT_COUNTED = """\
-Not counted: CUDA's context, NCCL's buffers, workspaces of kernels, gaps between tensors.
-Experts are taken to get equal shares of the tokens, and GPUs to have Hopper's kernels."""
+TAKEN = "Experts are taken to get equal shares of the tokens, and GPUs to have Hopper's kernels."
 KNOWN_WAITS = "train.py", "picotron_min/extensions/experts/"
 
 
@@ -38,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu", choices=GPUS, default="H100", metavar="NAME")
     flags = parser.parse_args(arguments)
     try:
-        config = shortened(parse_config(read_json(flags.config)))
+        given = parse_config(read_json(flags.config))
+        config = shortened(given)
     except ValueError as error:
         parser.error(str(error))
     ranks = {str(rank): [rank] for rank in range(config.world_size)}
@@ -52,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(line)
             problems += "PROBLEM" in line
         messages[rank] = run.messages
-    print(NOT_COUNTED)
+    print(f"Not counted: {LEFT_OUT['cuda']}.\n{TAKEN}")
+    if config != given:
+        print("Fewer micro-batches are run than given: more repeat them. What is sent is theirs.")
     if why := misfit(messages):
         print(f"PROBLEM: these messages do not fit together:\n{why}")
     elif len(messages) > 1:
@@ -74,8 +75,8 @@ def lines_of(config: Config, rank: int, run: Recorder, gpu: Gpu) -> Iterator[str
     if run.peak > gpu.memory:
         yield f"  PROBLEM: it does not fit into the {gb(gpu.memory)} of {gpu.name}"
     yield "  sends   " + (", ".join(f"{axis} {gb(n)}" for axis, n in run.sent.items()) or "nothing")
-    if run.sent != (planned := planned_traffic(*sizes, rank)):
-        yield f"  PROBLEM: {run.sent} bytes, but planned are {planned}"
+    if run.sent != (planned_bytes := planned_traffic(*sizes, rank)):
+        yield f"  PROBLEM: {run.sent} bytes, but planned are {planned_bytes}"
     yield "  waits   " + ", ".join(f"{n} at {line}" for line, n in run.waits.items())
     if unknown := [line for line in run.waits if not line.startswith(KNOWN_WAITS)]:
         yield f"  PROBLEM: it waits where that is not known: {', '.join(unknown)}"

@@ -24,8 +24,7 @@ def dry_run(config: Config, rank: int = 0) -> Recorder:
     model_config, layout = resolve_model(config), config.layout
     with as_rank(rank, layout.world_size):
         axes, batches = build_axes(GPU, layout), batches_of(config, rank)
-        gpu = as_on_a_gpu()
-        with gpu as mode, Recorder("cuda", mode) as recorder, recorder.seeing_resizes():
+        with as_on_a_gpu() as mode, Recorder("cuda", mode) as recorder, recorder.seeing_resizes():
             recorder.num_experts = model_config.num_local_experts
             model = build_model(model_config, layout, config.workload, axes, GPU)
             model = replace(model, plan=recorder.following(model.plan))
