@@ -130,7 +130,7 @@ function drawCost() {
   const fullest = rows[largest(rows.map(sum))], top = largest(fullest), was = old?.[largest(old.map(sum))];
   const at = was && largest(fullest.map((n, i) => Math.abs(n - was[i]))), more = was && fullest[at] - was[at];
   $("memory").append(e("p", {}, e("b", {}, sum(fullest) > capacity ? "✗ More than " : "✓ Fits "),
-    `the ${bytes(capacity)} of an ${gpu}. The largest part is ${names[top]}, ${bytes(fullest[top])}. `,
+    `the ${bytes(capacity)} that may be planned of an ${gpu}. The largest part is ${names[top]}, ${bytes(fullest[top])}. `,
     more && `Your last change: ${names[at]} ${more < 0 ? "−" : "+"}${bytes(Math.abs(more))}.`));
   if (questions.cost) return put("sent", "");
   drawBars("sent", "Bytes that a rank sends in a step", T.traffic(V).map(of => Object.keys(AXIS_TONES).map(axis => of[axis])), AXIS_TONES);
