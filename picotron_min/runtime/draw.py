@@ -1,9 +1,9 @@
-"""Draw pipeline schedules, planned and measured, as text; the command line for it.
+"""Draw pipeline schedules as text; the command line for it.
 
     python -m picotron_min.runtime.draw --engine interleaved --stages 4 --microbatches 8
-    python -m picotron_min.runtime.draw --trace FILE    what a run measured, under its plan
 
-Standard library only, so that it starts at once.
+Standard library only, so that it starts at once. What a run has measured is read here, too, and
+drawn under its plan by the report.
 """
 
 import argparse
@@ -29,20 +29,15 @@ def main(arguments: list[str] | None = None) -> None:
         description="Draw a pipeline schedule, with its bubble and its live activations.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--engine", choices=SCHEDULES, default="1f1b", help="the schedule")
-    what.add_argument("--trace", metavar="FILE", help="what a run measured, under its plan")
+    parser.add_argument("--engine", choices=SCHEDULES, default="1f1b", help="the schedule")
     parser.add_argument("--stages", type=int, metavar="P", default=4, help="ranks")
     parser.add_argument("--microbatches", type=int, metavar="M", default=8, help="of a step")
     parser.add_argument("--chunks", type=int, metavar="V", default=0, help="a rank; 0: as usual")
     o = parser.parse_args(arguments)
     width = shutil.get_terminal_size((100, 24)).columns  # COLUMNS=300 ... | less -S for more
     try:
-        if o.trace:
-            show_trace(o.trace, width)
-        else:
-            show_plan(o.engine, o.stages, o.microbatches, o.chunks, width)
-    except (OSError, ValueError) as error:
+        show_plan(o.engine, o.stages, o.microbatches, o.chunks, width)
+    except ValueError as error:
         parser.error(str(error))  # exit code 2
 
 
@@ -66,9 +61,9 @@ def show_plan(engine: str, stages: int, microbatches: int, chunks: int, width: i
     print(f"\n{schedule.about}")
 
 
-def draw(timeline: Timeline, width: int = 100, makespan: float = 0.0) -> str:
-    """One line of text a rank; give a makespan to draw several timelines to one scale."""
-    scale = max(1, width - MARGIN) / (makespan or timeline.makespan)
+def draw(timeline: Timeline, width: int = 100) -> str:
+    """One line of text a rank."""
+    scale = max(1, width - MARGIN) / timeline.makespan
     scale = int(scale) if scale > 1 else scale  # in whole columns, so that equal times look equal
     origin = min(span.start for span in timeline.spans)
     lines = [["·"] * round(timeline.makespan * scale) for _ in range(timeline.num_ranks)]
@@ -83,31 +78,6 @@ def _label(action: Action, columns: int) -> str:
     name = f"{action.kind.value}{action.micro_batch}"
     name = name.lower() if action.chunk % 2 else name
     return name[max(0, len(name) - columns) :].ljust(columns, FILLS[action.kind])
-
-
-def show_trace(trace: str, width: int) -> None:
-    """Draw a measured step under its plan, in which all ranks are equally fast."""
-    engine, step, measured, _ = read_trace(trace)
-    planned = plan_of_trace(measured, engine)
-    longest = max(planned.makespan, measured.makespan)
-    for name, timeline in (("planned", planned), ("measured", measured)):
-        bubble = fmean(map(timeline.bubble, range(timeline.num_ranks)))
-        print(f"{name}, {engine}, step {step + 1}: {timeline.makespan / 1000:.2f} ms", end="")
-        print(f", bubble {bubble:.1%}\n{draw(timeline, width, longest)}\n")
-    means = {span.action.kind: (span.end - span.start) / 1000 for span in planned.spans}
-    parts = [f"{kind.name.lower()} {mean:.2f} ms" for kind, mean in means.items()]
-    print(f"mean {', '.join(parts)}")
-    print(f"{(measured.makespan - planned.makespan) / 1000:+.2f} ms from the plan")
-
-
-def plan_of_trace(measured: Timeline, engine: str) -> Timeline:
-    """The measured actions, each with the mean time of its kind; messages take no time."""
-    times, plans = defaultdict(list), [[] for _ in range(measured.num_ranks)]
-    for rank, action, start, end in measured.spans:
-        times[action.kind].append(end - start)
-        plans[rank].append(action)
-    means = {kind: fmean(values) for kind, values in times.items()}
-    return simulate(plans, lambda _, action: means[action.kind], place=SCHEDULES[engine].place)
 
 
 class MeasuredStep(NamedTuple):
@@ -125,18 +95,26 @@ def read_trace(path: str) -> MeasuredStep:
     with explained(f"{path} is not a trace of a pipeline"):
         trace = json.loads(Path(path).read_text())
         engine, run_began = trace["otherData"]["pp_engine"], trace["otherData"]["run_began"]
-        events = sorted(trace["traceEvents"], key=lambda event: event["ts"])
-        step = max(event["args"]["step"] for event in events)
-        for event in events:
+        step = max(event["args"]["step"] for event in trace["traceEvents"])
+        for event in sorted(trace["traceEvents"], key=lambda event: event["ts"]):
             args, start = event["args"], event["ts"]
             if args["step"] == step:
                 action = Action(Kind(event["name"][0]), args["micro_batch"], args["chunk"])
                 duration = max(event["dur"], 1e-3)  # a clock may be too coarse for a tiny model
                 spans.append(Span(event["pid"], action, start, start + duration))
-        num_ranks = 1 + max(span.rank for span in spans)
-        measured = Timeline(num_ranks, spans)
+        measured = Timeline(1 + max(span.rank for span in spans), spans)
         plan_of_trace(measured, engine)  # an error names an action that is missing
     return MeasuredStep(engine, step, measured, run_began)
+
+
+def plan_of_trace(measured: Timeline, engine: str) -> Timeline:
+    """The measured actions, each with the mean time of its kind; messages take no time."""
+    times, plans = defaultdict(list), [[] for _ in range(measured.num_ranks)]
+    for rank, action, start, end in measured.spans:
+        times[action.kind].append(end - start)
+        plans[rank].append(action)
+    means = {kind: fmean(values) for kind, values in times.items()}
+    return simulate(plans, lambda _, action: means[action.kind], place=SCHEDULES[engine].place)
 
 
 if __name__ == "__main__":

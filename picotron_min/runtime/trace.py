@@ -1,7 +1,7 @@
 """Traces of a pipeline: when each rank computed what, as Chrome's tracing format.
 
-    python -m picotron_min.runtime.draw --trace FILE     draws it under the plan
-    chrome://tracing or ui.perfetto.dev                  also open it
+    python -m picotron_min.report FOLDER     draws it under the plan: see draw.py
+    chrome://tracing or ui.perfetto.dev      also open it
 
 Actions that compute are timed, without the wait for their input: that is the bubble. On a GPU,
 events on its stream mark when they begin and end, and are read when the run is over. (Synchronising
