@@ -139,9 +139,6 @@ def exit_on_usage_error() -> Iterator[None]:
 def in_words(error: BaseException) -> str:
     if isinstance(error, dist.DistError):  # of the ranks' store, with a C++ stack below it
         return f"{first_line(error)} See rank 0, or check MASTER_ADDR and MASTER_PORT"
-    if isinstance(error, UnicodeEncodeError):  # the name of a file
-        problem = f"this machine's locale is {error.encoding}, in which {error.object!r:.90} cannot"
-        return f"{problem} be written: set PYTHONUTF8=1"
     return str(error)
 
 

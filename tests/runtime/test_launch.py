@@ -21,7 +21,6 @@ from picotron_min.runtime.launch import (
     choose_device,
     compute_deterministically,
     exit_on_usage_error,
-    in_words,
     open_process_group,
     set_environment,
     torchrun_launch,
@@ -58,19 +57,15 @@ def test_the_script_for_slurm_starts_torchrun_as_it_wants_to_be_started():
     assert started.training_script_args == ["--config", "CONFIG"]
 
 
-@pytest.mark.parametrize("rank,reason", [(0, "EADDRINUSE"), (1, "timed out after 300ms")])
-def test_a_store_that_cannot_be_opened_is_one_line_with_exit_code_2(
-    rank, reason, monkeypatch, capfd
-):
+def test_a_store_that_cannot_be_opened_is_one_line_with_exit_code_2(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-        variables["MASTER_PORT"] = server.getsockname()[1] if rank == 0 else 9
-        for name, value in variables.items():
+        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (variables | {"MASTER_PORT": server.getsockname()[1]}).items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(SystemExit) as raised, exit_on_usage_error():
             torchrun_launch().open_store(0.3)
     message = capfd.readouterr().err.strip().split("\n\n")[-1].strip()  # torch may warn above
-    assert raised.value.code == 2 and reason in message and "check MASTER_ADDR" in message
+    assert raised.value.code == 2 and "EADDRINUSE" in message and "check MASTER_ADDR" in message
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -84,19 +79,8 @@ def test_a_mistake_is_reported_by_the_first_rank_of_a_node(local_rank, monkeypat
     assert waits == [5 * local_rank], "in which the launcher ends those that found it, too"
 
 
-def gone() -> int:
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer
-
-
-def full() -> int:
-    return os.open("/dev/full", os.O_WRONLY)
-
-
-@pytest.mark.parametrize("output", [gone, full])
-def test_output_that_cannot_be_written_raises_nothing(output):
-    with open(output(), "w", encoding="ascii", closefd=False) as stream:  # without all letters
+def test_output_that_cannot_be_written_raises_nothing():
+    with open("/dev/full", "w", encoding="ascii") as stream:  # without all letters
         terminal = Terminal(stream)
         for _ in range(9):
             print("größe" * 1000, file=terminal, flush=True)
@@ -167,9 +151,3 @@ def test_memory_in_segments_that_grow_is_tried_once(two_gpus, monkeypatch, capsy
     with pytest.raises(RuntimeError):
         choose_device(Launch(0, 0, 2, None), use_cpu=False)
     assert not capsys.readouterr().out
-
-
-def test_a_name_that_the_locale_cannot_write_is_refused_with_the_remedy():
-    with pytest.raises(UnicodeEncodeError) as error:
-        "größe".encode("ascii")
-    assert in_words(error.value).endswith("'größe' cannot be written: set PYTHONUTF8=1")

@@ -4,12 +4,11 @@ import json
 import math
 import sys
 from dataclasses import fields, replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from picotron_min.runtime.metrics import EvalRecord, MetricsLog, StepRecord, append_line
+from picotron_min.runtime.metrics import EvalRecord, MetricsLog, StepRecord
 
 RECORD = StepRecord(
     step=1,
@@ -29,17 +28,13 @@ RECORD = StepRecord(
 )
 
 
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.quick
 def test_records_are_lines_in_full_precision_with_null_for_no_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.write(RECORD)
     log.write(replace(RECORD, step=2, loss=math.nan, grad_norm=math.inf))
-    first, second = read(path)  # before the log is closed
+    first, second = map(json.loads, path.open())  # before the log is closed
     assert list(first) == [field.name for field in fields(RECORD) if field.name != "measures"]
     assert first["loss"] == 5.6 / 3 and first["comm_bytes"] == {"dp": 1000, "tp": 0}
     assert (second["step"], second["loss"], second["grad_norm"]) == (2, None, None)
@@ -52,11 +47,6 @@ def test_a_line_that_a_kill_has_torn_does_not_swallow_the_next(before, tmp_path)
     MetricsLog(path).write(EvalRecord(3, 2.5))
     *lines, last = path.read_text().splitlines()
     assert lines == before.splitlines() and json.loads(last)["step"] == 3
-
-
-def test_a_full_disk_is_reported_with_the_file():
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        append_line(Path("/dev/full"), {"step": 1})
 
 
 def test_other_ranks_write_nothing_and_import_no_wandb(monkeypatch):
@@ -86,9 +76,9 @@ def test_wandb_gets_the_same_records_online_only_when_logged_in_and_not_refused(
     log.write(replace(RECORD, loss=math.nan))
     log.close()
     assert wandb.init.call_args_list == [mock.call(mode=mode, project="p") for mode in used]
-    told = "error 401'): recorded as with WANDB_MODE=offline" in capsys.readouterr().out
-    assert told == (len(used) == 2)
-    (written,) = read(tmp_path / "m.jsonl")
+    told = capsys.readouterr().out.count("error 401'): recorded as with WANDB_MODE=offline")
+    assert told == len(used) - 1
+    written = json.loads((tmp_path / "m.jsonl").read_text())
     known = {key: value for key, value in written.items() if value is not None}
     run = wandb.init.return_value
     run.log.assert_called_once_with(known, step=known.pop("step"))
