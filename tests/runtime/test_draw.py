@@ -26,7 +26,7 @@ def test_the_command_prints_drawing_and_formulas(capsys):
 
 @pytest.mark.parametrize("engine", SCHEDULES)
 def test_a_drawing_is_never_wider_than_asked(engine):
-    *_, timeline = plan_on_paper(engine, 4, 101)
+    *_, timeline = plan_on_paper(engine, 4, 40)
     lines = draw.draw(timeline, width=60).splitlines()
     assert len(lines) == 4 and max(map(len, lines)) <= 60
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from picotron_min.runtime.folders import (
-    complete_or_absent,
     delete_older,
     find_start,
     lock_folder,
@@ -99,33 +98,15 @@ def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
     lock.release()
 
 
-def link(path: Path, elsewhere: Path) -> None:
-    """Move a folder elsewhere, and leave a link to it, as to a larger disk."""
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-
-
 def test_a_link_is_deleted_but_not_what_it_leads_to(tmp_path):
-    run, old, new = tmp_path / "run", tmp_path / "old", tmp_path / "new"
-    link(make(run / "step-00000001"), old)
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    make(run / "step-00000001").rename(elsewhere)  # to a larger disk
+    (run / "step-00000001").symlink_to(elsewhere)
+    (run / "step-00000003").symlink_to(elsewhere)
     (run / "step-00000000").mkdir()  # the user's own
     make(run / "step-00000002")
     delete_older(run / "step-00000002", keep=1)
-    # As an interrupted deletion leaves it.
-    (run / ".step-00000001.deleted").symlink_to(old)
-    make_room(run, run / "step-00000002")
-    assert names(run) == ["step-00000000", "step-00000002"] and names(old) == ["state.json"]
-    link(run / "step-00000002", new)  # a run that resumes through one is not set aside
-    make_room(run, find_start("latest", run))
-    assert names(run) == ["step-00000000", "step-00000002"]
-
-
-def replace_a_link(run: Path) -> None:
-    complete_or_absent(run / "hf", lambda partial: (partial / "new").touch())
-
-
-def test_a_model_replaces_a_link_and_not_what_it_leads_to(pool, tmp_path):
-    link(make(tmp_path / "run" / "hf"), tmp_path / "elsewhere")
-    pool.run(1, replace_a_link, tmp_path / "run")
-    assert names(tmp_path / "run") == ["hf"] and names(tmp_path / "run" / "hf") == ["new"]
-    assert names(tmp_path / "elsewhere") == ["generation_config.json"]
+    (run / ".step-00000001.deleted").symlink_to(elsewhere)  # of an interrupted deletion
+    make_room(run, find_start("latest", run))  # which is a link, and is not set aside
+    assert names(run) == ["step-00000000", "step-00000002", "step-00000003"]
+    assert names(elsewhere) == ["state.json"]

@@ -6,6 +6,7 @@ Runs are forks, see workplace.py.
 import itertools
 import json
 import math
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -23,14 +24,15 @@ from picotron_min.data import Batch
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.planner.traffic import planned_ledger
 from picotron_min.report.reading import read_run
+from picotron_min.runtime import energy
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.inputs import Inputs
+from picotron_min.runtime.energy import Meter
 from picotron_min.runtime.reporter import warnings_of
 from picotron_min.runtime.token_file import TokenFile
 from tests.assembled import MODEL, make_config, make_training
 from tests.training import Training, with_autograd
-from tests.workplace import ROOT, STANDALONE, Outcome, torchrun
+from tests.workplace import ROOT, Outcome
 
 
 @pytest.fixture(scope="module")
@@ -83,37 +85,42 @@ def test_the_finished_model_has_the_reported_validation_loss(
     assert float(capsys.readouterr().out) == pytest.approx(reported, abs=1e-5)
 
 
-def test_a_pipeline_leaves_a_trace_and_what_every_rank_sent(workplace):
-    trace = workplace.folder / "trace.json"
-    config = workplace.config(
-        "traced",
-        distributed={"pp_size": 2, "dp_size": 1, "tp_size": 2},
-        training={"gradient_accumulation_steps": 3, "total_train_steps": 5},
-        logging={"trace_file": str(trace)},
-    )
-    assert workplace.main(config).code == 0
-    events = json.loads(trace.read_text())["traceEvents"]
-    assert len(events) == 3 * 2 * 2 * 3  # steps, ranks, directions, micro-batches
-    assert {event["args"]["step"] for event in events} == {2, 3, 4}
-    run = read_run(workplace.folder / "runs/traced")
-    assert run.trace and not run.notes, "the report knows its own trace"
-    # The records of the steps are of rank 0 alone.
-    sizes = run.model, run.config.layout, run.config.workload
-    assert len(run.ranks.ranks) == 4 and run.ranks.step == 2
-    for rank, measured in enumerate(run.ranks.ranks):
-        sent = {(a, c): n.bytes for a, by in measured.sent.items() for c, n in by.items()}
-        assert sent == {key: round(n) for key, n in planned_ledger(*sizes, rank).items()}
+def counts_energy() -> None:
+    """Every rank reads a counter in place of a GPU's: a joule from look to look."""
+    reads = itertools.count(step=1000).__next__
+    energy.open_meter = lambda device, local_rank, tokens: Meter(device, reads, tokens)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "first,seen,tokens,last", [(0, 0, 24, 2), (0, 0, 25, 3), (10, 240, 240, 10), (0, 0, 9999, 200)]
-)
-def test_max_tokens_is_reached_after_the_steps_that_see_so_many(first, seen, tokens, last):
-    config = Config(training={"max_tokens": tokens})
-    batches = SimpleNamespace(seen_before=seen, tokens_per_step=12)
-    started = SimpleNamespace(config=config, first_step=first, batches=batches)
-    assert Inputs.last_step.fget(started) == last
+def test_a_model_that_transformers_lacks_trains_and_resumes_without_an_export(workplace):
+    """Both runs leave a trace, what each rank has sent, and their energy."""
+    trace, training = workplace.folder / "trace.json", {"gradient_accumulation_steps": 3}
+    for steps, traced, measured_step in ((5, {2, 3, 4}, 2), (6, {5}, 6)):
+        config = workplace.config(
+            "own",
+            distributed={"pp_size": 2, "dp_size": 1},
+            training=training | {"total_train_steps": steps},
+            model={"qk_norm": True, "qkv_bias": True},
+            checkpoint={"load_path": "latest"},
+            logging={"trace_file": str(trace), "log_energy": True},
+        )
+        code, output, _ = workplace.main(config, counts_energy)
+        assert code == 0 and "no model of transformers is like it" in output
+        assert "Done" in output and "pipeline(" not in output and " W a GPU" in output
+        events = json.loads(trace.read_text())["traceEvents"]
+        assert len(events) == len(traced) * 2 * 2 * 3  # ranks, directions, micro-batches
+        assert {event["args"]["step"] for event in events} == traced
+        run = read_run(workplace.folder / "runs/own")
+        assert run.trace and not run.notes, "the report knows its own trace"
+        sizes = run.model, run.config.layout, run.config.workload
+        assert len(run.ranks.ranks) == 2 and run.ranks.step == measured_step
+        for rank, measured in enumerate(run.ranks.ranks):  # of the records, only rank 0
+            sent = {(a, c): n.bytes for a, by in measured.sent.items() for c, n in by.items()}
+            planned = {key: round(n) for key, n in planned_ledger(*sizes, rank).items()}
+            planned["world", "all_reduce"] += 16  # the meter's numbers
+            assert sent == planned
+    assert "resumed from runs/own/step-00000005" in output
+    assert [record["joules"] > 0 for record in workplace.steps("own")] == 6 * [True]
+    assert "step-00000006" in workplace.files("own") and "hf" not in workplace.files("own")
 
 
 def test_a_run_warns_of_what_is_other_than_expected():
@@ -140,10 +147,14 @@ def test_a_run_warns_of_what_is_other_than_expected():
         assert part in warning
 
 
+def under_torchrun_as_one_of_two() -> None:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+
 def test_torchrun_with_the_wrong_number_of_processes_prints_the_right_command(workplace):
     config = workplace.config("wrong", distributed={"dp_size": 3})
-    wrong_run = workplace.main(config, partial(torchrun, *STANDALONE, "--nproc_per_node", "2"))
-    assert wrong_run.code != 0
+    wrong_run = workplace.main(config, under_torchrun_as_one_of_two)
+    assert wrong_run.code == 2
     assert "this config needs 3 processes" in wrong_run.output and "with 2" in wrong_run.output
     assert wrong_run.output.count("torchrun --nproc_per_node 3 train.py --config wrong.json") == 1
     assert not (workplace.folder / "runs/wrong").exists()
@@ -174,20 +185,6 @@ def test_a_run_whose_steps_were_all_skipped_exports_nothing(workplace):
     assert outcome.code == 1 and "Done" not in outcome.output
     assert "not finite in any step, so that nothing was learned: no model is" in outcome.output
     assert workplace.files("skipped") == ["metrics.jsonl", "run.jsonl"]
-
-
-def test_a_model_that_transformers_lacks_trains_and_resumes_without_an_export(workplace):
-    model = {"qk_norm": True, "qkv_bias": True}
-    for steps in (1, 2):
-        training = {"total_train_steps": steps, "warmup_steps": 0}
-        config = workplace.config(
-            "own", training=training, model=model, checkpoint={"load_path": "latest"}
-        )
-        outcome = workplace.main(config)
-        assert outcome.code == 0 and "no model of transformers is like it" in outcome.output
-        assert "Done" in outcome.output and "pipeline(" not in outcome.output
-    files = workplace.files("own")
-    assert "step-00000002" in files and "hf" not in files
 
 
 def state_of(training: Training) -> dict[str, torch.Tensor]:
