@@ -49,24 +49,6 @@ def _read_glm4_moe(hf: dict) -> dict:
     return {"scoring_func": "sigmoid", "mlp_only_layers": dense}
 
 
-def _read_qwen2_moe(hf: dict) -> dict:
-    inner, shared = hf["moe_intermediate_size"], hf["shared_expert_intermediate_size"]
-    if shared % inner:
-        raise ValueError(
-            f"shared_expert_intermediate_size={shared}: must be a multiple of "
-            f"moe_intermediate_size={inner}, the size of an expert"
-        )
-    dense = [i for i in range(hf["num_hidden_layers"]) if i in hf["mlp_only_layers"]]
-    fields = {"n_shared_experts": shared // inner, "moe_shared_expert_gate": shared > 0}
-    return fields | {"mlp_only_layers": dense}
-
-
-def _write_qwen2_moe(model_config: ModelConfig) -> dict:
-    shared = model_config.n_shared_experts * model_config.moe_intermediate_size
-    layers = {"mlp_only_layers": list(model_config.mlp_only_layers)}
-    return {"shared_expert_intermediate_size": shared} | layers
-
-
 DEPTHS = "num_nextn_predict_layers"
 EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 SIGMOID = ("n_shared_experts", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
@@ -93,15 +75,6 @@ ARCHITECTURES = {
         renamed=(("num_local_experts", "n_routed_experts"),),
         read=_read_glm4_moe,
         write=lambda model_config: {"first_k_dense_replace": len(model_config.mlp_only_layers)},
-    ),
-    "qwen2_moe": Architecture(
-        class_name="Qwen2MoeForCausalLM",
-        fixed={"qkv_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1},
-        fields=(*EXPERTS, "norm_topk_prob"),
-        renamed=(("num_local_experts", "num_experts"),),
-        read=_read_qwen2_moe,
-        write=_write_qwen2_moe,
-        tensors=((".shared_experts.", ".shared_expert."),),
     ),
 }
 ROWS = [row for family in FAMILIES.values() for row in family.architectures.items()]

@@ -62,10 +62,9 @@ def test_rope_settings_are_read_in_the_old_and_the_new_spelling():
     new["rope_parameters"] = new.pop("rope_scaling") | {"rope_theta": new.pop("rope_theta")}
     assert from_hf(old) == from_hf(new) == model_config
     assert from_hf(old | {"rope_scaling": None}) == model_config.override(rope_scaling=None)
-    for key in ("factor", "low_freq_factor", "high_freq_factor"):
-        wrong = old | {"rope_scaling": old["rope_scaling"] | {key: 0.0}}
-        with pytest.raises(ValueError, match=f"{key}=0.0: must be greater"), explained("it"):
-            from_hf(wrong)
+    wrong = old | {"rope_scaling": old["rope_scaling"] | {"factor": 0.0}}
+    with pytest.raises(ValueError, match=r"factor=0.0: must be greater"), explained("it"):
+        from_hf(wrong)
 
 
 def test_a_missing_number_is_the_one_that_transformers_takes():
@@ -74,30 +73,24 @@ def test_a_missing_number_is_the_one_that_transformers_takes():
     for name in ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "head_dim"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    lacking = FILES["qwen2_moe"].keys() - {"qkv_bias"}
-    with pytest.raises(ValueError, match="qkv_bias=True is not supported"):
-        from_hf({key: FILES["qwen2_moe"][key] for key in lacking})
+    lacking = {k: v for k, v in FILES["glm4_moe"].items() if k != "partial_rotary_factor"}
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0.5 is not supported"):
+        from_hf(lacking)
 
 
 EXPERTS = BASE.override(num_local_experts=8, moe_intermediate_size=16)
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_experts_per_tok": 3}
 SIGMOID = EXPERTS.override(scoring_func="sigmoid", mlp_only_layers=(0,), n_shared_experts=2)
 SIGMOID = SIGMOID.override(**GROUPS)
-GATED = EXPERTS.override(n_shared_experts=2, moe_shared_expert_gate=True, norm_topk_prob=False)
-GATED = GATED.override(mlp_only_layers=(1,))
 STRETCHED = to_hf(BASE.override(rope_scaling=RopeScaling(8.0)))
 FILES = {"llama": STRETCHED, "mixtral": to_hf(EXPERTS), "glm4_moe": to_hf(SIGMOID)}
-FILES |= {"qwen2_moe": to_hf(GATED), "qwen3": to_hf(NORMED), "qwen2": to_hf(BIASED)}
-FILES["smollm3"] = to_hf(UNROTATED)
+FILES |= {"qwen3": to_hf(NORMED), "qwen2": to_hf(BIASED), "smollm3": to_hf(UNROTATED)}
 
 MODELS = [
     *PRESETS.values(),
     EXPERTS.override(tie_word_embeddings=True, rope_scaling=RopeScaling(8.0)),
     SIGMOID,
     SIGMOID.override(norm_topk_prob=False, n_shared_experts=0, mlp_only_layers=()),
-    GATED,
-    GATED.override(norm_topk_prob=True, head_dim=16),
-    EXPERTS.override(num_experts_per_tok=1, norm_topk_prob=False),
     NORMED,
     BIASED,
     UNROTATED,
@@ -128,9 +121,6 @@ mixtral   | "sliding_window": 4096           | sliding_window=4096 is not suppor
 mixtral   | "layer_types": ["sliding_attention"] | layer_typ
 glm4_moe  | "use_qk_norm": true              | use_qk_norm=True is not supported: only False
 glm4_moe  | "rope_parameters": {"partial_rotary_factor": 0.5} | partial_rotary_factor=0.5
-qwen2_moe | "qkv_bias": true                 | qkv_bias=True is not supported: only False
-qwen2_moe | "shared_expert_intermediate_size": 40 | =40: must be a multiple of .*=16
-qwen2_moe | "decoder_sparse_step": 2         | decoder_sparse_step=2 is not supported: only 1
 qwen2     | "use_sliding_window": true       | use_sliding_window=True is not supported: only False
 smollm3   | "use_sliding_window": true       | use_sliding_window=True is not supported: only False
 """
@@ -144,16 +134,6 @@ def test_a_model_that_would_be_computed_differently_is_refused(row):
         from_hf(FILES[model_type] | json.loads(f"{{{change}}}"))
 
 
-@pytest.mark.parametrize(
-    "key,model_type,value",
-    [("partial_rotary_factor", "glm4_moe", 0.5), ("qkv_bias", "qwen2_moe", True)],
-)
-def test_an_absent_key_means_what_transformers_takes(key, model_type, value):
-    lacking = {k: v for k, v in FILES[model_type].items() if k != key}
-    with pytest.raises(ValueError, match=f"{key}={value} is not supported"):
-        from_hf(lacking)
-
-
 def test_published_files_leave_out_what_follows_from_other_numbers():
     for name in ("qwen2", "smollm3"):
         hf = {key: value for key, value in FILES[name].items() if key != "head_dim"}
@@ -163,18 +143,9 @@ def test_published_files_leave_out_what_follows_from_other_numbers():
     assert from_hf(hf | more).no_rope_layers == (1, 1, 1, 0) * 2
 
 
-MIXED = NORMED.override(no_rope_layers=(1, 0, 1))
-ALONE = [
-    (MIXED, "set no_rope_layers=[] for 'qwen3', or qk_norm=false for 'smollm3'; or add"),
-    (NORMED.override(num_nextn_predict_layers=1), "qk_norm=false for 'llama', or num_nextn_pre"),
-    (EXPERTS.override(num_nextn_predict_layers=1), "scoring_func=\"sigmoid\" for 'glm4_moe'"),
-]
-
-
-@pytest.mark.parametrize("model_config,message", ALONE)
-def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path, model_config, message):
-    assert message in without_form(model_config)
-    weights = {name: torch.zeros(shape) for name, shape in MIXED.parameter_shapes().items()}
+def test_a_model_that_no_architecture_describes_is_not_exported(tmp_path):
+    alone = EXPERTS.override(num_nextn_predict_layers=1)
+    assert "for 'mixtral', or scoring_func=\"sigmoid\" for 'glm4_moe'; or" in without_form(alone)
     with pytest.raises(ValueError, match="no model of transformers is like it"):
-        export_hf(tmp_path / "hf", weights, model_config, BytesTokenizer())
+        export_hf(tmp_path / "hf", {"x": torch.zeros(1)}, alone, BytesTokenizer())
     assert not any(tmp_path.iterdir())
