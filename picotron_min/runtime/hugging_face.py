@@ -31,7 +31,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MAY_DIFFER = UNUSED | {"max_position_embeddings", "tie_word_embeddings", "num_nextn_predict_layers"}
 REMEDIES = (
     "Does model.name fit it? For files without lm_head set model.tie_word_embeddings to true, "
-    "for files without prediction layers set num_nextn_predict_layers to 0."
+    "for files without our prediction layers set num_nextn_predict_layers to 0."
 )
 
 
@@ -44,8 +44,8 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     folder = fetch(name, "*.safetensors", "config.json")
     if (folder / "state.json").exists():
         raise ValueError(
-            f"model.weights={name} is a checkpoint: export it first, with  "
-            f"python -m picotron_min.runtime.export {folder} FOLDER"
+            f"model.weights={name} is a checkpoint: name the hf folder that its run has written; "
+            f"a run with load_path {folder} and training.max_tokens 1 only writes that"
         )
     if not any(folder.glob("*.safetensors")):  # other files can run code
         raise ValueError(
@@ -55,11 +55,10 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     found = {key: tensor for key, (_, tensor) in _open_tensors(folder).items()}
     for layer in layers_left_out(folder, model_config):
         found = {k: tensor for k, tensor in found.items() if f"model.layers.{layer}." not in k}
-    copies = {copy: own for copy, own in _copies(model_config).items() if copy in found}
-    shapes = all_shapes(model_config)
-    shapes |= {copy: shapes[own] for copy, own in copies.items()}
+    shapes, repeats = all_shapes(model_config), model_config.tie_word_embeddings and HEAD in found
+    shapes |= {HEAD: shapes[EMBEDDING]} if repeats else {}
     of_files = {name: _form(tensor) for name, tensor in found.items()}
-    numbers = vars(model_config), vars(_their_config(folder, model_config))  # they explain most
+    numbers = vars(model_config), vars(_their_config(folder))  # they explain most
     lines = []
     for ours, theirs in (numbers, (shapes, of_files)):
         for key in sorted((ours | theirs).keys() - given - MAY_DIFFER):
@@ -70,12 +69,11 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
         lines[5:] = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
         what = f"model.weights={name} is not the model of this config. {REMEDIES}"
         raise ValueError("\n".join([what, *lines]))
-    for copy, own in copies.items():
-        if not torch.equal(found[copy][:], found[own][:]):
-            raise ValueError(
-                f"{copy} differs from {own}, and this model ties them: "
-                "set model.tie_word_embeddings to false, or use others"
-            )
+    if repeats and not torch.equal(found[HEAD][:], found[EMBEDDING][:]):
+        raise ValueError(
+            f"{HEAD} differs from {EMBEDDING}, and this model ties them: "
+            "set model.tie_word_embeddings to false, or use others"
+        )
     return folder
 
 
@@ -101,25 +99,14 @@ def _form(tensor) -> tuple | str:
     return f"of dtype {dtype} (readable: {', '.join(READABLE)})"
 
 
-def _copies(c: ModelConfig) -> dict[str, str]:
-    """What files may have twice: of a tied model, and the ends of a prediction layer."""
-    head = {HEAD: EMBEDDING} if c.tie_word_embeddings else {}
-    ends = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head.get(HEAD, HEAD)}
-    layers = range(c.num_hidden_layers, c.num_layers)
-    return head | {f"model.layers.{i}.{name}": own for i in layers for name, own in ends.items()}
-
-
 def layers_left_out(folder: Path, model_config: ModelConfig) -> range:
     """The prediction layers of a folder that the model does not have."""
-    return range(model_config.num_layers, _their_config(folder, model_config).num_layers)
+    return range(model_config.num_layers, _their_config(folder).num_layers)
 
 
-def _their_config(folder: Path, model_config: ModelConfig) -> ModelConfig:
-    """The model of a folder's config.json; if it has none, this model."""
-    if not (path := folder / "config.json").exists():
-        return model_config
-    with explained(f"model.weights: {path}"):
-        return from_hf(read_json(path))
+def _their_config(folder: Path) -> ModelConfig:
+    with explained(f"model.weights: {folder}"):
+        return from_hf(read_json(folder / "config.json"))
 
 
 def load_hf(folder: Path, parts: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -24,11 +24,11 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
     data: dict[str, str] = {}  # of the text and the tokenizer: see Inputs
 
 
-def read_metadata(folder: Path, option: str = "checkpoint.load_path") -> Metadata:
-    """ValueError, with `option` in the remedy, unless the checkpoint is whole."""
+def read_metadata(folder: Path) -> Metadata:
+    """ValueError, with the remedy, unless the checkpoint is whole."""
     older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
     best = max(checkpoints(folder) or older, default="")  # in a folder of them the latest
-    remedy = f"name another one in {option}" + f", for example {best}" * bool(best)
+    remedy = f"name another one in checkpoint.load_path, for example {best or 'latest'}"
     with explained(f"cannot use the checkpoint {folder}", remedy):
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
         for name, size in metadata.files.items():

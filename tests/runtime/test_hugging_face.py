@@ -115,5 +115,4 @@ def test_folders_without_weights_and_damaged_files_are_refused(tmp_path):
         assert refusal(folder).startswith(f"cannot read {path}: ")
     assert "model.safetensors is no folder with" in refusal(str(path))
     (tmp_path / "state.json").touch()
-    command = f"python -m picotron_min.runtime.export {folder} FOLDER"
-    assert f"is a checkpoint: export it first, with  {command}" in refusal(folder)
+    assert f"with load_path {folder} and training.max_tokens 1 only writes" in refusal(folder)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from picotron_min.runtime import export
 from picotron_min.runtime.config import Config, Dataset
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.metadata import (
@@ -38,7 +37,6 @@ def write_checkpoint(folder: Path, state: str = state_of(make_config())) -> Path
 # What is in state.json, and what is reported of it.
 DAMAGED = [
     ("", "Invalid JSON: EOF"),
-    ({"step": "six"}, 'step="six": must be a valid integer'),
     ({"files": {"other.safetensors": 8}}, "No such file .*other.safetensors"),
     ({"files": {SHARD: 9}}, f"{SHARD} has 76 bytes, not 9"),
     ({"steps": 7}, "steps=7: Extra inputs are not permitted"),
@@ -61,10 +59,9 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(tmp_path, change
 
 def test_a_folder_of_checkpoints_is_refused_with_the_latest_in_it(tmp_path):
     latest = write_checkpoint(tmp_path / "run" / "step-00000007")
-    for name, remedy in {"gone": "load_path$", "run": f"for example {latest}$"}.items():
+    for name, remedy in {"latset": "example latest$", "run": f"for example {latest}$"}.items():
         with pytest.raises(ValueError, match=f"No such file .*{remedy}"):
             read_metadata(tmp_path / name)
-    assert read_metadata(write_checkpoint(tmp_path / "best")).step == 7  # a name of one's own
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
@@ -80,14 +77,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         read_to_resume(folder, resolve_model(tied), "sgd")
 
 
-def test_an_export_refuses_a_damaged_checkpoint_and_a_folder_that_is_there(tmp_path, capsys):
-    folder = write_checkpoint(tmp_path / "step-00000007", "{}")
-    for name, message in {"hf": "in the argument `checkpoint`", "": "exists: name another"}.items():
-        with pytest.raises(SystemExit, match="2"):
-            export.main([str(folder), str(tmp_path / name)])
-        assert message in capsys.readouterr().err and not (tmp_path / "hf").exists()
-
-
 def warnings(before: Config, now: Config, found: dict = DATA, **saved) -> list[str]:
     return resume_warnings(Metadata.model_validate_json(state_of(before, **saved)), now, found)
 
@@ -95,13 +84,9 @@ def warnings(before: Config, now: Config, found: dict = DATA, **saved) -> list[s
 # What is changed, and the warning; none where nothing changes what is learned.
 CHANGES = [
     ({"tp": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 4}, ""),
-    ({"max_tokens": 100, "eval_frequency": 1}, ""),
     ({"schedule": "wsd"}, 'training.schedule was "cosine" and is "wsd": from here on the new val'),
-    ({"betas": [0.9, 0.99]}, "training.betas was [0.9, 0.95] and is [0.9, 0.99]: from here on"),
-    ({"dtype": "bfloat16"}, 'model.dtype was "float32" and is "bfloat16": from here on the new'),
     ({"dp": 2}, "sequences a step was 4 and is 8: from here on other data is seen"),
     ({"seed": 7}, "training.seed was 42 and is 7: from here on other data is seen"),
-    ({"eval_batches": 2}, "training.eval_batches was 1 and is 2: from here on other data is seen"),
 ]
 
 

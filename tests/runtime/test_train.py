@@ -31,6 +31,7 @@ from picotron_min.runtime.energy import Meter
 from picotron_min.runtime.reporter import warnings_of
 from picotron_min.runtime.token_file import TokenFile
 from tests.assembled import MODEL, make_config, make_training
+from tests.runtime.test_hugging_face_experts import tensors_of
 from tests.training import Training, with_autograd
 from tests.workplace import ROOT, Outcome
 
@@ -89,6 +90,14 @@ def counts_energy() -> None:
     """Every rank reads a counter in place of a GPU's: a joule from look to look."""
     reads = itertools.count(step=1000).__next__
     energy.open_meter = lambda device, local_rank, tokens: Meter(device, reads, tokens)
+
+
+def test_a_checkpoint_becomes_a_model_without_a_step(workplace, first_run):
+    checkpoint = {"load_path": "runs/first/step-00000006"}
+    config = workplace.config("model", training={"max_tokens": 1}, checkpoint=checkpoint)
+    assert workplace.main(config).code == 0 and workplace.metrics("model") == []
+    first, model = (tensors_of(workplace.folder / f"runs/{run}/hf") for run in ("first", "model"))
+    torch.testing.assert_close(model, first, rtol=0, atol=0)
 
 
 def test_a_model_that_transformers_lacks_trains_and_resumes_without_an_export(workplace):
