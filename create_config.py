@@ -17,17 +17,15 @@ from pathlib import Path
 
 from picotron_min.planner.describe import ASSUMED_GPU, describe
 from picotron_min.runtime.config import AXES, KEYS, SECTIONS, Config, ConfigError
-from picotron_min.runtime.config_file import MOST_PROCESSES, nearest, parse_config
+from picotron_min.runtime.config_file import MOST_PROCESSES, parse_config
 from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.json_file import parse_json, read_json
-from picotron_min.runtime.wording import counted
 
 # picotron's flags, where they are not called as our keys.
 ALIASES = {f"distributed.{axis}_size": axis for axis in AXES}
 ALIASES |= {"model.name": "model_name", "dataset.name": "dataset_name"}
 ALIASES |= {"training.micro_batch_size": "mbs", "training.seq_length": "seq_len"}
 ALIASES |= {"training.gradient_accumulation_steps": "grad_acc_steps"}
-ALIASES |= {"model.num_nextn_predict_layers": "mtp_num_layers"}
 GPUS_A_NODE = 8  # a run on at most 8 GPUs is taken to fit one machine
 
 
@@ -47,28 +45,22 @@ def main(arguments: list[str] | None = None) -> int:
 def create(arguments: list[str] | None) -> None:
     """Write the config and print what it means."""
     parser = build_parser()
-    flags, words = parser.parse_known_args(arguments)
-    has_keys = words or any("." in name for name in vars(flags))
+    flags = parser.parse_args(arguments)
+    has_keys = any("." in name for name in vars(flags))
     if (flags.check and has_keys) or (not flags.check and not (flags.out_dir and flags.exp_name)):
         parser.error("give --out_dir, --exp_name and flags, or --check FILE alone")
-    unknown = [word for word in words if word.startswith("-")] or words  # not also their values
     raw = read_json(flags.check) if flags.check else to_config(flags)
-    config = parse_config(raw, lambda _: [unknown_flag(word, parser) for word in unknown])
+    config = parse_config(raw)
     if flags.check:
         return describe(config, flags.gpu, flags.check)
     path = Path(flags.out_dir, flags.exp_name, "config.json")
-    if not path.resolve().is_relative_to(Path(flags.out_dir).resolve()):
-        raise ConfigError(f"--exp_name {flags.exp_name} is outside --out_dir: name a folder in it")
     text = json.dumps(raw, indent=4) + "\n"
-    if path.exists() and path.read_bytes() == text.encode():
-        print(f"{path} is already there with the same content")
-    elif path.exists() and not flags.force:
+    if path.exists() and path.read_bytes() != text.encode() and not flags.force:
         remedy = "choose another --exp_name, or add --force to overwrite it"
         raise ConfigError(f"{path} is already there and differs: {remedy}")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(f"wrote {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
     describe(config, flags.gpu, path)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
 
@@ -77,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     """One flag for each key of the schema, empty unless given."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],  # -OO removes docstrings
-        usage="%(prog)s --out_dir DIR --exp_name NAME [--dp N --model_name NAME ...]",
+        usage="%(prog)s --out_dir DIR --exp_name NAME [flags; --help lists them]",
         epilog="What keys mean: docs/config.md, and beside each in picotron_min/runtime/config.py.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -93,17 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
         # picotron's name first. `--name` alone would not tell the model's from the dataset's.
         names = [ALIASES.get(where), where.split(".")[1]]
         flags = [f"--{name}" for name in names if name not in (None, "name")]
-        values = "|".join(schema.get("enum", map(METAVARS.get, types_of(schema))))
+        values = "|".join(schema.get("enum", ["VALUE"]))
         is_switch = "boolean" in types_of(schema)
         options = {"action": argparse.BooleanOptionalAction} if is_switch else {"metavar": values}
         about = f"{where}, default {json.dumps(schema['default'])}"
         parser.add_argument(*flags, dest=where, help=about, **options)
     return parser
-
-
-# How a value is shown by its JSON type.
-METAVARS = {"integer": "N", "number": "X", "string": "TEXT", "array": "[X,...]", "null": "null"}
-METAVARS["boolean"] = "true|false"
 
 
 def types_of(schema: dict) -> list[str]:
@@ -133,15 +120,6 @@ def parse_value(where: str, value: str | bool) -> object:
     return value
 
 
-def unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    """The remedy for an unknown flag: the nearest."""
-    word = word.split("=")[0]
-    flags = [f for f in parser._option_string_actions if ("--no-" in f) == ("--no-" in word)]
-    names = {flag.lstrip("-"): flag for flag in flags if flag != "--mtp_num_layers"}
-    meant = names.get(nearest(word.lstrip("-"), names))
-    return f"{word} is not known: {f'did you mean {meant}?' if meant else 'see --help'}"
-
-
 def launch_command(config: Config) -> str:
     """What starts the run: `python` on one machine, else `torchrun` on each of several."""
     processes = config.world_size
@@ -149,11 +127,9 @@ def launch_command(config: Config) -> str:
         return "python train.py"
     # As many processes on each node as it has GPUs, if they divide the ranks.
     of = max(n for n in range(1, GPUS_A_NODE + 1) if processes % n == 0)
-    nodes = processes // of
-    places = f"NODE from 0 to {nodes - 1} and ADDRESS of node 0"
-    print(f"\non each of {nodes} nodes with {counted(of, 'process')}, {places}:")
-    node = "--node-rank NODE --master-addr ADDRESS --master-port 29500"
-    return f"torchrun --nnodes {nodes} {node} --nproc_per_node {of} train.py"
+    nodes = f"--nnodes {processes // of} --node-rank NODE --master-addr ADDRESS"
+    print("\non each node, with its number, from 0, and the address of node 0:")
+    return f"torchrun {nodes} --nproc_per_node {of} train.py"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 from operator import attrgetter
@@ -83,30 +82,24 @@ def _name_problems(config: Config) -> Iterator[str]:
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
-    start = config.checkpoint.load_path or ""
-    is_near = get_close_matches(start, ["latest"]) and start != "latest"
-    if is_near and not os.path.exists(start):
-        yield f'checkpoint.load_path={start}: there is no such folder: did you mean "latest"?'
 
 
 def _path_problems(config: Config) -> Iterator[str]:
     """What a run writes is in places of its own."""
     save_dir, log = config.checkpoint.save_dir, config.logging
     paths = (save_dir, os.path.join(save_dir, "run.jsonl"), config.metrics_file, log.trace_file)
-    for path, times in Counter(os.path.realpath(path) for path in paths if path).items():
-        if times > 1:
-            what = "metrics_file, trace_file, run.jsonl in save_dir, and save_dir"
-            yield f"{what} must differ, and two are {path}: name another file"
+    paths = [os.path.realpath(path) for path in paths if path]
+    if len({*paths}) < len(paths):
+        what = "save_dir, run.jsonl in it, metrics_file and trace_file"
+        yield f"{what} must differ, not be {', '.join(paths)}: name another file"
 
 
 def _missing(name: str, built_in: list[str]) -> str | None:
     """The remedy for a name that is neither built in, nor on this machine, nor on the hub."""
     if name in built_in or os.path.exists(name) or _on_hub(name):
         return None
-    if "/" in name or name.endswith(FILES):
-        return f"there is no {os.path.abspath(name)}: name a path that exists, or a hub id"
-    near = get_close_matches(name, built_in, cutoff=0.3) or built_in
-    return f"use {choice([*near, 'a local path', 'a hub id owner/name'])}"
+    good = [*get_close_matches(name, built_in, cutoff=0.3), "a path", "a hub id owner/name"]
+    return f"there is no {os.path.abspath(name)}: use {choice(good)}"
 
 
 FILES = (*READERS, *COMPRESSION, *IDS)

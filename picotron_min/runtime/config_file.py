@@ -32,10 +32,8 @@ def _launch_problems(config: Config, processes: int | None, path) -> Iterator[st
         remedy = f"one machine starts at most {MOST_PROCESSES}: use torchrun on several nodes"
         yield f"{needs}, and {remedy}"
     if processes not in (None, needed):
-        copies, rest = divmod(processes, needed // config.distributed.dp_size)
-        also = "" if rest else f", or set distributed.dp_size to {copies}"
         command = f"torchrun --nproc_per_node {needed} train.py --config {path}"
-        yield f"{needs} but was started with {processes}: run  {command}{also}"
+        yield f"{needs} but was started with {processes}: run  {command}"
 
 
 def parse_config(raw: dict, *checks: Callable[[Config], Iterable[str]]) -> Config:
@@ -63,19 +61,8 @@ def _describe(error: dict) -> str:
 
 def _unknown(*path: str) -> str:
     """The remedy for an unknown section or key: where it belongs, or what is near."""
-    where, word = ".".join(path), path[-1]
-    own = SECTIONS[path[0]] if len(path) > 1 else SECTIONS
-    everywhere = {key.split(".")[1]: key for key in reversed(KEYS)} | ELSEWHERE
-    meant = everywhere.get(word) or nearest(word, own) or everywhere.get(nearest(word, everywhere))
-    return f"{where} is not known: {f'did you mean {meant}?' if meant else f'use {choice(own)}'}"
-
-
-ELSEWHERE = {"mtp_num_layers": "model.num_nextn_predict_layers"}  # names of Megatron-LM
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The only known name with all parts of `word`, else the one most like it, if any is."""
-    lower, names = word.lower(), {name.lower(): name for name in known}
-    whole = [name for name in names if {*lower.split("_")} <= {*name.split("_")}]
-    likely = whole if len(whole) == 1 else get_close_matches(lower, names, n=1, cutoff=0.7)
-    return names[likely[0]] if likely else None
+    where, own = ".".join(path), SECTIONS[path[0]] if len(path) > 1 else SECTIONS
+    known = {key.split(".")[1]: key for key in reversed(KEYS)} | {name: name for name in own}
+    near = get_close_matches(path[-1], known, n=1)
+    remedy = f"did you mean {known[near[0]]}?" if near else f"use {choice(own)}"
+    return f"{where} is not known: {remedy}"

@@ -53,37 +53,23 @@ def test_every_key_of_the_schema_has_a_flag(create, capsys):
     assert "--schedule constant|cosine|wsd training.schedule" in shown
 
 
-def test_a_file_is_kept_unless_forced_and_nothing_is_deleted(create):
-    create("--dp 2")
-    code, out, _ = create("--dp 2")
-    assert code == 0 and "already there with the same" in out
-    beside, before = PATH.with_name("metrics.jsonl"), PATH.read_text()
-    beside.write_text("precious")
+def test_a_file_is_kept_unless_forced(create):
+    assert create("--dp 2")[0] == create("--dp 2")[0] == 0
     code, out, err = create("--dp 4")
     assert (code, out) == (2, "") and "choose another --exp_name, or add --force" in err
-    assert PATH.read_text() == before
+    assert load_config(PATH).distributed.dp_size == 2
     assert create("--dp 4 --force")[0] == 0
-    assert load_config(PATH).distributed.dp_size == 4 and beside.read_text() == "precious"
+    assert load_config(PATH).distributed.dp_size == 4
 
 
 # Flags, how many problems are reported, and a part of one.
 MISTAKES = """
---dp two --seq_lem 3 --pp_engine gpipe --warmup_steps 500 | 2 | dp_size="two": must be a valid integer
---seq_lem 3 --warmup_steps 500 | 2 | --seq_lem is not known: did you mean --seq_len?
+--dp two --pp_engine gpipe --warmup_steps 500 | 2 | dp_size="two": must be a valid integer
 --warmup_steps 500 | 1 | must be below total_train_steps=200
---SCHEDULE=wsd | 1 | did you mean --schedule?
---frobnicate | 1 | see --help
---learning=1 | 1 | did you mean --learning_rate?
---cpu | 1 | did you mean --use_cpu?
---num_layers | 1 | did you mean --num_hidden_layers?
---xp | 1 | see --help
 --num_hidden_layers 1000000000 | 1 | num_hidden_layers
 --num_local_experts 10000 --num_hidden_layers 1000 | 1 | num_local_experts
 --dp 1000000000000 | 1 | dp_size
---model_name owner/llama --pp_chunks 1000000000000 | 1 | pp_chunks
---exp_name ../x | 1 | is outside --out_dir: name a folder in it
---exp_name a/../../x | 1 | is outside --out_dir
-""".strip().splitlines()  # noqa: E501
+""".strip().splitlines()
 
 
 @pytest.mark.parametrize("row", MISTAKES)
@@ -97,48 +83,47 @@ def test_all_mistakes_are_reported_at_once_and_nothing_is_written(create, row):
     assert time.process_time() - began < 5, "also of absurd numbers"
 
 
+def test_an_unknown_flag_is_refused_with_where_the_known_ones_are(create, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        create("--seq_lem 3")
+    message = capsys.readouterr().err
+    assert "unrecognized arguments: --seq_lem" in message and "--help lists them" in message
+
+
 def test_a_file_is_checked_for_any_number_of_processes(create, capsys):
     create(f"--dp {4 * MOST_PROCESSES}")
     assert main(["--check", str(PATH)]) == 0
     with pytest.raises(SystemExit, match="2"):  # nothing is skipped
         main(["--check", str(PATH), "--dp", "2"])
     assert f"processes        {4 * MOST_PROCESSES} = " in capsys.readouterr().out
-    PATH.write_text('{"training": {"sed": 1}, "model": {"nam": "tiny"}}')
-    assert main(["--check", str(PATH)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
     PATH.unlink()
     assert main(["--check", str(PATH)]) == 2
     assert f"cannot read {PATH}" in capsys.readouterr().err
 
 
 # What starts the run.
-STARTS = f"""
+STARTS = """
 --dp 8 | python train.py --config runs/exp/config.json
 --dp 16 --use_cpu | python train.py --config runs/exp/config.json
---dp {MOST_PROCESSES + 1} --use_cpu | --nproc_per_node
---dp 6 --pp 4 | on each of 3 nodes with 8 processes, NODE from 0 to 2
---dp 6 --pp 4 | torchrun --nnodes 3 --node-rank NODE --master-addr ADDRESS
---dp 6 --pp 4 | --nproc_per_node 8 train.py --config runs/exp/config.json
+--dp 6 --pp 4 | torchrun --nnodes 3 --node-rank NODE --master-addr ADDRESS --nproc_per_node 8
 """.strip().splitlines()
 
 
 @pytest.mark.parametrize("row", STARTS)
 def test_one_machine_is_started_with_python_and_several_nodes_with_torchrun(create, row):
     flags, line = row.split(" | ")
-    out = create(flags)[1]
-    assert line in out and ("torchrun" in out) == ("python train" not in line)
+    assert create(flags)[1].splitlines()[-1].startswith(line)
 
 
 def test_a_hub_id_is_written_without_the_network(create, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it would raise
-    code, out, _ = create("--model_name someone/a-llama")
-    assert code == 0 and load_config(PATH).model.name == "someone/a-llama"
-    assert "download someone/a-llama" in out
+    assert "download someone/a-llama" in create("--model_name someone/a-llama")[1]
 
 
 def test_it_runs_as_a_script_without_torch(tmp_path):
     script = Path(__file__).parents[2] / "create_config.py"
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:];"
+    code = "import runpy, sys; sys.argv = sys.argv[1:];"
+    code += "sys.modules |= dict.fromkeys(['torch', 'numpy', 'transformers', 'datasets']);"
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     flags = ["--out_dir", tmp_path, "--exp_name", "a b", "--dp", "2"]
     command = [sys.executable, "-c", code, script, *flags]
