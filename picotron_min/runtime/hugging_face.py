@@ -42,15 +42,11 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     model's, but for the numbers `given` in the run's config.
     """
     folder = fetch(name, "*.safetensors", "config.json")
-    if (folder / "state.json").exists():
+    # Other files can run code. A checkpoint has weights, and no config.json.
+    if not (any(folder.glob("*.safetensors")) and (folder / "config.json").exists()):
         raise ValueError(
-            f"model.weights={name} is a checkpoint: name the hf folder that its run has written; "
-            f"a run with load_path {folder} and training.max_tokens 1 only writes that"
-        )
-    if not any(folder.glob("*.safetensors")):  # other files can run code
-        raise ValueError(
-            f"model.weights={name} is no folder with .safetensors files: "
-            "save the model with transformers' save_pretrained"
+            f"model.weights={name} is no folder with config.json and .safetensors files: "
+            "name the hf folder of a run, or save the model with transformers' save_pretrained"
         )
     found = {key: tensor for key, (_, tensor) in _open_tensors(folder).items()}
     for layer in layers_left_out(folder, model_config):

@@ -27,8 +27,8 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
 def read_metadata(folder: Path) -> Metadata:
     """ValueError, with the remedy, unless the checkpoint is whole."""
     older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
-    best = max(checkpoints(folder) or older, default="")  # in a folder of them the latest
-    remedy = f"name another one in checkpoint.load_path, for example {best or 'latest'}"
+    best = max(checkpoints(folder) or older, default="latest")  # the last in a folder of them
+    remedy = f"name another one in checkpoint.load_path, for example {best}"
     with explained(f"cannot use the checkpoint {folder}", remedy):
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
         for name, size in metadata.files.items():

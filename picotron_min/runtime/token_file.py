@@ -102,8 +102,7 @@ def _write_token_file(folder: Path, config: Config, tokenizer: Tokenizer, corpus
     """Write aside and rename, so that `folder` is complete or absent, whenever we are killed."""
     aside, name = folder.with_suffix(".partial"), config.dataset.name
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"  # 2 bytes halve the stream
-    shutil.rmtree(aside, ignore_errors=True)  # what a killed process left
-    aside.mkdir()
+    aside.mkdir(exist_ok=True)  # a killed process may have left it
     num_tokens, checksum, counts, last_print = 0, 0, Counter(), time.monotonic()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, aside, ignore_errors=True)  # after a mistake in the corpus

@@ -16,13 +16,10 @@ PATH = Path("runs/exp/config.json")
 # A flag, its key, and the value that the config has then.
 FLAGS = """
 --dp 4 | distributed.dp_size | 4
---pp_engine afab | distributed.pp_engine | "afab"
 --model_name HuggingFaceTB/SmolLM-360M-Instruct | model.name | "HuggingFaceTB/SmolLM-360M-Instruct"
---num_hidden_layers 5 | model.num_hidden_layers | 5
 --grad_acc_steps 2 | training.gradient_accumulation_steps | 2
 --mbs 3 | training.micro_batch_size | 3
 --seq_len 128 | training.seq_length | 128
---subset_name sub | dataset.subset_name | "sub"
 --use_cpu | distributed.use_cpu | true
 --no-use_fused_adam | model.use_fused_adam | false
 --learning_rate 1e-4 | training.learning_rate | 1e-4

@@ -72,7 +72,6 @@ d.pp_chunks=2 d.pp_size=2                               | 1f1b has 1 chunk a ran
 d.pp_size=2 d.pp_layers=[2,1]                           | 2 numbers with the sum num_hidden_layers=4
 d.tp_size=5 m.name=Llama-3.2-1B o.tokenizer=bytes m.vocab_size=512  | use 1, 2, 4 or 8
 d.pp_size=5                                             | exceed num_hidden_layers=4: use at most 4
-d.tp_size=8 m.num_key_value_heads=4                     | attention_heads=4: use 1, 2 or 4
 d.cp_size=4 t.seq_length=252 d.sequence_parallel=true   | into 8 equal pieces, which cp_size=4
 d.cp_size=4 d.tp_size=2 d.cp_engine=ulysses             | use 1 or 2, or cp_engine="ring"
 d.ep_size=4 d.etp_size=2 d.dp_size=3 d.tp_size=2 EIGHT  | 6: use a product of 1, 2, 3 or 6
@@ -109,7 +108,6 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(row):
 FILES = [
     ('{\n"training": {\n\t"seed": 1\n\t"betas": 2}}', "delimiter: line 4 column 2"),
     ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
-    ("[" * 10**5, "cannot read"),
     ("\xff", "can't decode byte 0xff"),
     ('{"trainng": {}}', "trainng is not known: did you mean training?"),
     ('{"seed": 1}', "seed is not known: did you mean training.seed?"),
@@ -119,10 +117,7 @@ FILES = [
 
 @pytest.mark.parametrize("text,message", FILES, ids=range(len(FILES)))
 def test_a_mistake_in_the_file_is_located(tmp_path, text, message):
-    path = tmp_path / "config.json"
-    with pytest.raises(ValueError, match=r"config.json: No such file"):
-        load_config(path)
-    path.write_text(text, encoding="latin1")
+    (path := tmp_path / "config.json").write_text(text, encoding="latin1")
     with pytest.raises(ValueError) as caught:
         load_config(path)
     assert message in str(caught.value)
@@ -167,9 +162,6 @@ def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
     monkeypatch.setattr(config_checks, "fetch", lambda name, *files: tmp_path)
     config = parse_config(raw_of("m.name=owner/llama t.seq_length=4096"))
     with pytest.raises(ValueError, match=r"^model.name=owner/llama: cannot read .*config.json"):
-        resolve_model(config)
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(PRESETS["tiny"])))
-    with pytest.raises(ConfigError, match="seq_length=4096 is above max_position_embeddings=2048"):
         resolve_model(config)
 
 

@@ -1,6 +1,5 @@
-"""Models in Hugging Face's form, most with experts: each architecture in, trained, and out."""
+"""Models in Hugging Face's form, most with experts: each architecture in and out."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,51 +9,41 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
-from picotron_min.runtime.architectures import from_hf
+from picotron_min.extensions.settings import ModelConfig
+from picotron_min.model_config import RopeScaling
+from picotron_min.runtime.architectures import from_hf, to_hf
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
-from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hugging_face import find_weights
 from picotron_min.runtime.json_file import read_json
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.core.test_checkpoint import make_training
-from tests.runtime.test_config import raw_of
-from tests.training import Training
+from tests.rows import options_of
+from tests.training import Training, config_of
 
-# Numbers of a random model of each type of transformers, and what is changed in its variants.
-NUMBERS = """{
-"all": {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64, "moe_intermediate_size": 16, "num_experts_per_tok": 3},
-"llama": {},
-"mixtral": {"num_local_experts": 4},
-"glm4_moe": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
-    "n_shared_experts": 2, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0},
-"qwen2": {},
-"smollm3": {"pad_token_id": null}
-}"""
-# Of each, in which layout and dtype it is read and written.
-MODELS = """
-llama       llama     d.tp_size=2,d.sequence_parallel=true,m.dtype=float32     {}
-llama-tied  llama     d.pp_size=3,d.dp_size=2,m.dtype=bfloat16    {"tie_word_embeddings": true}
-qwen2-tied  qwen2     d.tp_size=2,d.dp_size=2,d.sharding=parameters,m.dtype=float32    {"tie_word_embeddings": true}
-smollm3     smollm3   d.pp_size=3,m.dtype=bfloat16    {"no_rope_layers": [1, 0, 0]}
-mixtral     mixtral   d.dp_size=2,d.ep_size=2,m.dtype=bfloat16    {}
-glm-no-norm glm4_moe  d.pp_size=3,m.dtype=bfloat16   {"norm_topk_prob": false, "first_k_dense_replace": 2}
-glm         glm4_moe  d.dp_size=2,d.tp_size=2,d.ep_size=2,d.etp_size=2,m.dtype=bfloat16   {"rope_parameters": "llama3"}
-"""  # noqa: E501
-LLAMA_3 = """{"rope_type": "llama3", "rope_theta": 1e5, "factor": 4.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16}"""
-MODELS = {row.split()[0]: row.split(maxsplit=3)[1:] for row in MODELS.strip().splitlines()}
+LLAMA = ModelConfig(257, 32, 48, 3, 4, 2, rms_norm_eps=1e-6)
+TIED = LLAMA.override(tie_word_embeddings=True)
+EXPERTS = LLAMA.override(num_local_experts=8, moe_intermediate_size=16, num_experts_per_tok=3)
+SIGMOID = EXPERTS.override(scoring_func="sigmoid", n_group=4, topk_group=2, n_shared_experts=2)
+SIGMOID = SIGMOID.override(routed_scaling_factor=2.5)
+STRETCHED = RopeScaling(4.0, original_max_position_embeddings=16)
+# Each in the layout and dtype in which it is read and written.
+MODELS = [
+    (LLAMA, "tp=2 sp dtype=float32"),
+    (TIED, "pp=3 dp=2 dtype=bfloat16"),
+    (TIED.override(qkv_bias=True), "tp=2 dp=2 sharding=parameters dtype=float32"),
+    (LLAMA.override(no_rope_layers=(1, 0, 0)), "pp=3 dtype=bfloat16"),
+    (EXPERTS, "dp=2 ep=2 dtype=bfloat16"),
+    (SIGMOID.override(norm_topk_prob=False, mlp_only_layers=(0, 1)), "pp=3 dtype=bfloat16"),
+    (SIGMOID.override(rope_scaling=STRETCHED), "dp=2 tp=2 ep=2 etp=2 dtype=bfloat16"),
+]
 
 
-def write_theirs(folder: Path, name: str):
+def write_theirs(folder: Path, c: ModelConfig):
     """A random model as transformers saves it, in several files, and the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, _, changes = MODELS[name]
-    numbers, changes = json.loads(NUMBERS), json.loads(changes.replace('"llama3"', LLAMA_3))
-    config = AutoConfig.for_model(model_type, **numbers["all"] | numbers[model_type] | changes)
+    config = AutoConfig.for_model(**to_hf(c) | {"pad_token_id": None})
     config._experts_implementation = "eager"  # grouped products take no float64
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -67,10 +56,9 @@ def write_theirs(folder: Path, name: str):
     return model
 
 
-def config_of(folder: Path, options: str) -> Config:
-    data = "o.tokenizer=bytes t.seq_length=16 t.micro_batch_size=4 t.eval_batches=1"
-    words = f"m.name={folder} d.use_cpu=true {data} {options.replace(',', ' ')}"
-    return parse_config(raw_of(words))
+def config_in(folder: Path, options: str) -> Config:
+    data = {"seq_length": 16, "micro_batch_size": 4, "eval_batches": 1, "tokenizer": "bytes"}
+    return config_of(name=str(folder), use_cpu=True, **data, **options_of(options))
 
 
 def training_from(folder: Path, config: Config) -> Training:
@@ -97,10 +85,8 @@ def our_logits(folder: Path, config: Config) -> tuple[Tensor, Tensor]:
         return tokens, training.chunks[0].model(tokens, torch.arange(16))
 
 
-def read_save_and_write(folder: Path, config: Config) -> None:
-    training = training_from(folder / "in", config)
-    training.save(folder, 1)
-    training.export(folder / "hf", BytesTokenizer())
+def read_and_write(folder: Path, config: Config) -> None:
+    training_from(folder / "in", config).export(folder / "hf", BytesTokenizer())
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -108,17 +94,18 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for path in files for key, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_transformers_computes_the_same_and_goes_out_as_it_came(pool, tmp_path, name):
-    model = write_theirs(source := tmp_path / "in", name).double()
+@pytest.mark.parametrize("c,options", MODELS)
+def test_a_model_of_transformers_computes_the_same_and_goes_out_as_it_came(
+    pool, tmp_path, c, options
+):
+    model = write_theirs(source := tmp_path / "in", c).double()
     model.model.rotary_emb.float()  # angles are float32 in both
-    config = config_of(source, "m.dtype=float64")
-    ((tokens, logits),) = pool.run(1, our_logits, source, config)
+    ((tokens, logits),) = pool.run(1, our_logits, source, config_in(source, "dtype=float64"))
     with InFloat64(), torch.no_grad():
         assert_close(logits, model(tokens).logits, rtol=1e-11, atol=1e-12)
 
-    config = config_of(source, MODELS[name][1])
-    pool.run(config.world_size, read_save_and_write, tmp_path, config)
+    config = config_in(source, options)
+    pool.run(config.world_size, read_and_write, tmp_path, config)
     expected, dtype = tensors_of(source), getattr(torch, config.model.dtype)
     for key, tensor in expected.items():  # biases are never rounded
         is_bias = key.endswith("e_score_correction_bias")

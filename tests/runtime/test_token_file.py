@@ -43,10 +43,9 @@ def write(path, texts=TEXTS):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_a_stream_has_an_end_of_text_after_each_document(num_proc, prepare, path, monkeypatch):
+def test_a_stream_has_an_end_of_text_after_each_document(prepare, path, monkeypatch):
     monkeypatch.setattr(token_file, "BATCH", 1)  # so that each thread has one
-    file = prepare(write(path, ["", *TEXTS[:1], *[""] * 200, *TEXTS[1:]]), num_proc=num_proc)
+    file = prepare(write(path, ["", *TEXTS[:1], *[""] * 200, *TEXTS[1:]]), num_proc=2)
     assert file.tokens.tolist() == STREAM and file.tokens.dtype == np.uint16
     assert (file.num_documents, file.num_bytes) == (3, len(STREAM) - 3)
     assert file.ends.tolist() == (np.flatnonzero(file.tokens == 256) + 1).tolist()
@@ -89,11 +88,9 @@ def test_a_cache_that_cannot_be_written_is_named(prepare, path):
         prepare(path, cache_dir=str(path))
 
 
-def test_a_mistake_in_a_text_leaves_nothing_behind(prepare, path, tmp_path):
-    for content, message in {"": "a.jsonl' holds no text$", '{"n": 1}': "there is no text"}.items():
-        path.write_text(content)
-        with pytest.raises(ValueError, match=message):
-            prepare(path, num_proc=2)
+def test_a_text_without_a_document_leaves_nothing_behind(prepare, path, tmp_path):
+    with pytest.raises(ValueError, match=r"a.jsonl' holds no text$"):
+        prepare(write(path, [""]))
     assert {entry.suffix for entry in (tmp_path / "cache").iterdir()} <= {".lock"}
 
 
@@ -136,7 +133,7 @@ def test_a_process_killed_in_the_middle_leaves_nothing_half_made(
         assert run_forked(lambda: prepare(path), 1) == [-signal.SIGKILL]
     (left,) = (tmp_path / "cache").glob("*.partial/tokens.bin")
     assert left.stat().st_size == 2 * len(STREAM), "it is whole before it is renamed"
-    assert {entry.suffix for entry in (tmp_path / "cache").iterdir()} == {".partial", ".lock"}
+    left.write_bytes(bytes(99))
     assert prepare(path).tokens.tolist() == STREAM
     assert {entry.suffix for entry in (tmp_path / "cache").iterdir()} <= {"", ".lock"}
 

@@ -44,7 +44,7 @@ def test_the_saved_bytes_tokenizer_gives_the_bytes_back(tmp_path):
     assert ids == list(text.encode()) == BytesTokenizer().encode([text])[0].tolist()
     assert tokenizer.decode(ids) == text
     assert (tokenizer.eos_token_id, len(tokenizer)) == (256, 257)
-    assert tokenizer.decode([65, 256], skip_special_tokens=True) == "A"
+    assert tokenizer.decode([65, 0xFF, 66, 256], skip_special_tokens=True) == "A\ufffdB"
 
 
 def test_a_tokenizer_shows_what_it_adds_and_a_checksum_of_its_rules(tmp_path):
@@ -80,8 +80,6 @@ def test_the_line_that_is_asked_for_gives_a_tokenizer_its_end_of_text(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "other.json").write_text('{"hello": 1}')
-    cut = Path(save_word_tokenizer(tmp_path / "cut", 10), "tokenizer.json")
-    cut.write_bytes(cut.read_bytes()[:50])
-    for name in map(str, (tmp_path / "other.json", tmp_path / "cut", tmp_path)):
+    for name in map(str, (tmp_path / "other.json", tmp_path)):
         with pytest.raises(ValueError, match=f"cannot load tokenizer '{name}': .* set dataset.tok"):
             load_tokenizer(name)
