@@ -115,7 +115,7 @@ class Dataset(section(keys_of(Workload, "document_mask", "packing"))):  # the te
     subset_name: Text | None = None  # of a dataset on the hub
     split: Text = "train"  # of the dataset
     text_column: Text = "text"  # of documents
-    tokenizer: OptionalName = None  # bytes, a folder, a .json file, or a hub id; null: the model's
+    tokenizer: OptionalName = None  # bytes, a folder, or a hub id; null: the model's
     num_workers: NonNegativeInt = 0  # picotron's; unused: tokens are read from mapped memory
     num_proc: int = Field(1, ge=1, le=1024)  # threads that tokenize
     cache_dir: Name = "~/.cache/picotron_min"  # tokenized text, kept between runs

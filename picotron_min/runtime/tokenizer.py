@@ -34,39 +34,34 @@ class BytesTokenizer:
         ids = dict(zip(characters, [*own, *sorted(set(range(256)) - set(own))], strict=True))
         whole = Tokenizer(models.BPE(ids, []))  # without merges
         whole.pre_tokenizer, whole.decoder = split, decoders.ByteLevel()
-        whole.add_special_tokens([END_OF_TEXT[0]])
+        whole.add_special_tokens([END_OF_TEXT])
         folder.mkdir(exist_ok=True)
         whole.save(str(folder / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT[0]}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         write_json(folder / "tokenizer_config.json", settings)
 
 
 FILES = ("*.json", "*.model", "*.txt", "*.tiktoken")  # of a tokenizer on the hub
-# As in public models, for tokenizers whose files do not name theirs.
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<|eos|>")
+END_OF_TEXT = "<|endoftext|>"
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer from a local folder or file, or the hub; no code that comes with it is run."""
+    """A tokenizer from a local folder or the hub; no code that comes with it is run."""
 
     def __init__(self, name: str) -> None:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
 
-        remedy = "check its files, or set dataset.tokenizer to bytes"
+        remedy = "check the files of this folder, or set dataset.tokenizer to bytes"
         with explained(f"cannot load tokenizer {name!r}", remedy):
-            if (source := fetch(name, *FILES)).is_file():
-                tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source))
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        vocabulary = tokenizer.get_vocab()
-        if tokenizer.eos_token_id is None:
-            tokenizer.eos_token = next((t for t in END_OF_TEXT if t in vocabulary), None)
+            folder = fetch(name, *FILES)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer {name!r} has no end-of-text token to put between documents: "
-                f'write {{"eos_token": "{END_OF_TEXT[0]}"}} to tokenizer_config.json beside '
-                "its tokenizer.json, and name their folder"
+                f'write {{"eos_token": "{END_OF_TEXT}"}}, or its own, to tokenizer_config.json '
+                "in that folder"
             )
+        vocabulary = tokenizer.get_vocab()
         self._tokenizer, self.eos_token_id = tokenizer, tokenizer.eos_token_id
         self.vocab_size = max(self.eos_token_id, *vocabulary.values()) + 1
         self.bos_token_id = tokenizer.bos_token_id
@@ -90,5 +85,5 @@ Tokenizer = BytesTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, a local folder, a .json file of the `tokenizers` library, or a hub id."""
+    """`bytes`, a local folder, or a hub id."""
     return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)

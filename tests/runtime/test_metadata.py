@@ -57,10 +57,10 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(tmp_path, change
     assert "hf_x" not in str(error.value)
 
 
-def test_a_folder_of_checkpoints_is_refused_with_the_latest_in_it(tmp_path):
+def test_a_mistyped_latest_and_a_folder_of_checkpoints_are_refused(tmp_path):
     latest = write_checkpoint(tmp_path / "run" / "step-00000007")
-    for name, remedy in {"latset": "example latest$", "run": f"for example {latest}$"}.items():
-        with pytest.raises(ValueError, match=f"No such file .*{remedy}"):
+    for name, example in {"latset": "latest", "run": latest}.items():
+        with pytest.raises(ValueError, match=f"No such file .* for example {example}$"):
             read_metadata(tmp_path / name)
 
 

@@ -76,7 +76,6 @@ def test_the_standard_library_ends_with_text_like_the_rest(prepare):
 
 def test_ready_ids_have_no_documents_to_choose_and_perhaps_none_to_mask(prepare, tmp_path):
     np.save(path := tmp_path / "a.npy", np.array([1, 2, 3], np.uint16))
-    assert len(prepare(path).tokens) == 3
     with pytest.raises(ValueError, match=r"a.npy has no end-of-text id 256: set dataset.tok"):
         prepare(path, document_mask=True)
     with pytest.raises(ValueError, match="num_samples and subset_name must be null"):

@@ -59,23 +59,17 @@ def test_a_tokenizer_shows_what_it_adds_and_a_checksum_of_its_rules(tmp_path):
     assert len({t.checksum for t in (plain, bos, other, BytesTokenizer())}) == 4
 
 
-@pytest.mark.parametrize("name,end", [("mine.json", "<|endoftext|>"), ("tokenizer.json", "[EOS]")])
-def test_a_tokenizer_of_the_tokenizers_library_is_used_as_it_is(name, end, tmp_path):
-    word_rules({"w0": 0, "w1": 1, end: 5}).save(str(tmp_path / name))
-    tokenizer = load_tokenizer(str(tmp_path / name if name == "mine.json" else tmp_path))
+def test_the_line_that_is_asked_for_gives_a_tokenizer_its_end_of_text(tmp_path):
+    word_rules({"w0": 0, "w1": 1, "<|endoftext|>": 5}).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="in that folder") as no:
+        load_tokenizer(str(tmp_path))
+    line, file = re.search(r"write (\{.*\}), or its own, to (\S+) in", str(no.value)).groups()
+    (tmp_path / file).write_text(line)
+    tokenizer = load_tokenizer(str(tmp_path))
     assert [ids.tolist() for ids in tokenizer.encode(["w1 new w1"])] == [[1, 0, 1]]
     assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (5, 6)
     tokenizer.save(tmp_path / "exported")
     assert load_tokenizer(str(tmp_path / "exported")).eos_token_id == 5
-
-
-def test_the_line_that_is_asked_for_gives_a_tokenizer_its_end_of_text(tmp_path):
-    word_rules(9).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="name their folder") as no:
-        load_tokenizer(str(tmp_path / "tokenizer.json"))
-    line, file = re.search(r"write (\{.*\}) to (\S+) beside", str(no.value)).groups()
-    (tmp_path / file).write_text(line)
-    assert load_tokenizer(str(tmp_path)).eos_token_id == 9  # a new id
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_with_the_remedy(tmp_path):
