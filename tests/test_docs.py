@@ -1,11 +1,7 @@
-"""Pages and comments: links, modules and names, sizes, the map, and the picture."""
+"""Pages: links, modules and tests, sizes, the map, and the picture."""
 
-import ast
 import importlib.util
-import io
-import pkgutil
 import re
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -67,51 +63,3 @@ def test_the_picture_of_schedules_is_what_its_command_draws(tmp_path):
 def words(svg: Path) -> list[str]:
     """All but the places of things, which are another matplotlib's."""
     return re.findall(r">([^<>]*\w[^<>]*)</text>", svg.read_text())
-
-
-# Names of other packages, and commands. Where "In production:" stands, all names are theirs.
-ELSEWHERE = {
-    "_flatten",
-    "record_stream",
-    "save_to_disk",
-    "AutoModelForCausalLM",
-    "python",
-    "torchrun",
-}
-IN_PRODUCTION = re.compile(r"In\s+production:.*?(?:\.\s|\.?$)", re.DOTALL)
-
-
-def names_and_mentions(path: Path) -> tuple[set[str], set[str]]:
-    """All names in the code of a file, and those in backticks of its prose."""
-    tree, names, prose = ast.parse(path.read_text()), set(), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            prose.append(ast.get_docstring(node) or "")
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+", str(node.value)):
-            names |= set(str(node.value).split("."))  # keys of a config, and of parameters
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.COMMENT:
-            prose.append(token.string)
-        elif token.type == tokenize.NAME:
-            names.add(token.string)
-    text = "\n".join(IN_PRODUCTION.sub("", each) for each in prose)
-    return names, set(re.findall(r"`([\w.]*\w)[^`\n]*`", text))
-
-
-def test_names_in_docstrings_and_comments_exist():
-    files = [*(ROOT / "picotron_min").rglob("*.py"), ROOT / "train.py", ROOT / "create_config.py"]
-    found = {path: names_and_mentions(path) for path in files}
-    every = set().union(*(names for names, _ in found.values()), *(path.parts for path in files))
-    every |= ELSEWHERE | {path.stem for path in files}
-    for path, (_, mentions) in found.items():
-        for mention in mentions:
-            is_known = every.issuperset(mention.strip(".").split("."))
-            is_theirs = mention.startswith("torch.") and resolves(mention)
-            assert is_known or is_theirs, f"{name_of(path)}: {mention}"
-
-
-def resolves(name: str) -> bool:
-    try:
-        return bool(pkgutil.resolve_name(name))
-    except (ImportError, AttributeError):
-        return False
