@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
@@ -17,7 +17,6 @@ from picotron_min.pipeline_schedule import (
     Kind,
     Place,
     Plan,
-    bubble,
     loop,
     stages_of,
 )
@@ -92,25 +91,3 @@ def test_every_stage_does_every_micro_batch_once_and_as_the_textbook_says(engine
         assert [schedule.place(stage, ranks) for stage in stages] == [
             (rank, chunk) for chunk in range(chunks)
         ]
-
-
-@given(p=st.integers(1, 8), m=st.integers(1, 32), v=st.integers(1, 4))
-@MANY
-def test_the_formulas_are_those_in_the_papers(p, m, v):
-    assume(m >= p or v == 1)
-    assert bubble(p, m, v) == pytest.approx((p - 1) / (m * v + p - 1), abs=1e-12)
-    assert SCHEDULES["1f1b"].live_activations(0, p, m, 1) == min(m, p)
-
-
-@pytest.mark.parametrize(
-    "engine,ranks,m,chunks,training,last_plan",
-    [
-        ("1f1b", 1, 3, 1, True, "F0 B0 F1 B1 F2 B2"),  # gradient accumulation
-        ("afab", 1, 2, 2, True, "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"),
-        ("interleaved", 2, 3, 2, False, "F0 F1 F2 F0.1 F1.1 F2.1"),  # evaluation
-    ],
-)
-def test_known_plans(engine, ranks, m, chunks, training, last_plan):
-    plans = build_plans(engine, ranks, m, chunks, training=training)
-    assert " ".join(str(action) for action in plans[-1] if action.peer is None) == last_plan
-    assert play(plans) == simulate(plans).makespan

@@ -4,11 +4,8 @@ Their bubbles and live activations are in test_pipeline_schedule.py, what waits 
 test_float8_linear.py, and that N ranks train the same model as one in test_layouts.py.
 """
 
-import itertools
-
 import pytest
 
-from picotron_min.extensions.schedules import zero_bubble
 from picotron_min.extensions.schedules.registry import SCHEDULES, build_plans
 from picotron_min.extensions.schedules.simulator import simulate
 from picotron_min.pipeline_schedule import Action, Kind
@@ -16,14 +13,6 @@ from tests.assembled import make_training
 from tests.rows import row
 
 B, W = Kind.BACKWARD, Kind.WEIGHT
-
-
-@pytest.mark.quick
-def test_zb_h1_is_1f1b_with_weight_gradients_between():
-    for p, m in itertools.product(range(1, 7), (1, 2, 3, 7, 12)):
-        for rank in range(p):
-            without = [a for a in zero_bubble.zb_h1(rank, p, m) if a.kind is not W]
-            assert without == SCHEDULES["1f1b"].plan(rank, p, m, 1)
 
 
 @pytest.mark.parametrize("engine", ["zb_h1", "zb_v"])
