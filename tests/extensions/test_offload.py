@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from picotron_min.extensions.memory import offload
 from picotron_min.extensions.memory.offload import HostMemory, apply_offload
@@ -16,10 +15,9 @@ from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.overlap.linear import apply_copies
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout
 from picotron_min.model import Llama
-from picotron_min.planner import memory
 from picotron_min.planner.activations import saved_per_token
 from tests.assembled import train_briefly
-from tests.core.test_costs import GQA, planned
+from tests.core.test_costs import GQA
 from tests.rows import lines, row
 
 everything = mock.patch.object(offload, "LEAST_OFFLOAD", 1)  # also what is small
@@ -120,42 +118,6 @@ def test_no_copy_of_a_weight_is_offloaded():
     assert Noted.total("out") == Noted.total("in") == pytest.approx(expected, rel=0.02)
 
 
-class Elsewhere(HostMemory):
-    """A host whose memory torch knows nothing of."""
-
-    def start_out(self, blocks) -> None:
-        for block in blocks:
-            block.on_host = block.on_device.numpy().copy()
-
-    def start_in(self, blocks) -> None:
-        for block in blocks:
-            block.on_device = torch.from_numpy(block.on_host).clone()
-            block.on_host = None
-
-
-def test_the_device_has_as_much_less_as_planned():
-    """What has left is freed, then. Where a single layer stays, another one is on its way."""
-    S, shape = 256, GQA.override(num_hidden_layers=4, vocab_size=64)
-    with mock.patch.object(memory, "LEAST_OFFLOAD", 1):
-        plans = [planned(shape, seq_length=S, offload=n).activations for n in range(4)]
-    one, two, three = (plans[0] - plan for plan in plans[1:])
-    assert two == three == 2 * one > 0
-    peaks = []
-    for num_offloaded in (0, 3):
-        model = build(4, vocab_size=256)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        host = mock.patch.object(offload, "HostMemory", Elsewhere)
-        with everything, host, MemTracker() as tracker:
-            apply_offload(model, num_offloaded, "cpu")
-            forward_and_backward(model, S)
-        snapshot = tracker.get_tracker_snapshot("peak")
-        peaks.append(snapshot[torch.device("cpu")]["Total"])
-    temporary = 4 * S * 4 * GQA.hidden_size  # the fullest moment is another one
-    layer = S * saved_per_token(GQA, "float32", "none", Layout(), 0)
-    assert peaks[0] - peaks[1] == pytest.approx(2 * layer, abs=temporary)
-
-
 COPY, EMPTY_LIKE = Tensor.copy_, torch.empty_like
 
 
@@ -227,9 +189,8 @@ def test_copies_beside_what_computes_are_waited_for(recompute):
 # The same run with and without, on N ranks: to the last bit.
 
 RUNS = """
-schedules: pp=2 m=3 engine=interleaved recompute=selective layers=8 offload=1
 schedules: pp=2 m=3 engine=zb_v layers=8 offload=1
-overlap: tp=2 sp layers=3 offload=2
+sharding: dp=2 m=2 sharding=parameters recompute=selective dtype=bfloat16 layers=3 offload=2
 experts: dp=2 ep=2 m=2 global_aux layers=3 model=gated offload=2
 """
 
@@ -250,12 +211,3 @@ def with_and_without(text: str) -> tuple[int, int]:
 def test_runs_train_the_same(pool, text):
     for out, back in pool.run(row(text)[0].world_size, with_and_without, text):
         assert out == back > 0
-
-
-def test_no_sharded_weight_is_offloaded(pool):
-    """Gathered weights have another address in each use."""
-    text = "sharding: dp=2 m=2 dtype=bfloat16 layers=3 {} offload=2"
-    plain, sharded = (
-        pool.run(2, with_and_without, text.format(kind)) for kind in ("", "sharding=parameters")
-    )
-    assert sharded == plain
