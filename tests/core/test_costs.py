@@ -1,34 +1,30 @@
-"""The formulas of costs.py against the real model: what torch counts, and what it saves."""
+"""The formulas of costs.py against what torch counts in the real model."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from picotron_min import costs
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.memory.recompute import apply_recompute
-from picotron_min.extensions.overlap.linear import linears
+from picotron_min.extensions.multi_token.extension import MultiToken
+from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
 from picotron_min.model import Llama
-from picotron_min.planner.activations import saved_per_token
-from picotron_min.planner.memory import RankMemory, memory_per_rank
 from picotron_min.runtime.hardware import hardware_flops_per_token
 from picotron_min.runtime.public_models import PRESETS
 
 GQA = ModelConfig(512, 128, 352, 2, 4, 2)
 RECOMPUTE = get_args(Workload.__annotations__["recompute"])
-SHAPES = {"gqa": GQA, "mha": GQA.override(num_key_value_heads=4), "tied": PRESETS["tiny"]}
-WIDE = GQA.override(hidden_size=160, head_dim=48)  # no [B S, E] looks like a matrix
-EIGHT = WIDE.override(moe_intermediate_size=112, num_local_experts=8)
+DEPTHS = GQA.override(num_nextn_predict_layers=1)
+SHAPES = {"gqa": GQA, "depths": DEPTHS, "tied": PRESETS["tiny"]}
+EIGHT = GQA.override(moe_intermediate_size=112, num_local_experts=8)
 MIXTURES = {
     "softmax": EIGHT,
     "gated": EIGHT.override(n_shared_experts=1, moe_shared_expert_gate=True),
@@ -40,15 +36,13 @@ HYBRIDS = {
 B, S = 2, 64
 
 
-def planned(model_config, device="cuda", **options) -> RankMemory:
-    """memory_per_rank, with the fields of a Layout and of a Workload together."""
-    sizes = {f.name: options.pop(f.name) for f in fields(Layout) if f.name in options}
-    return memory_per_rank(model_config, Layout(**sizes), Workload(**options), device)
-
-
 def build(model_config: ModelConfig, recompute: str) -> Llama:
     model, tally = Llama(model_config), RoutingCounts(model_config, torch.device("cpu"))
     apply_moe(model, Routing(), tally)
+    if model_config.num_nextn_predict_layers:
+        add_prediction_layers(model)
+        model.to_empty(device="cpu")
+        MultiToken(model_config, Workload(S), torch.device("cpu")).connect(model, {})
     for bias in model.buffers():
         bias.zero_()
     apply_recompute(model, recompute, context=tally.paused)
@@ -57,7 +51,8 @@ def build(model_config: ModelConfig, recompute: str) -> Llama:
 
 def batch(model_config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.randint(model_config.vocab_size, (B, S))
-    return tokens, torch.arange(S), tokens
+    D = model_config.num_nextn_predict_layers
+    return tokens, torch.arange(S), tokens.expand(1 + D, B, S) if D else tokens
 
 
 ALL = SHAPES | HYBRIDS
@@ -103,49 +98,3 @@ def test_a_matrix_without_a_formula_is_refused(half, monkeypatch):
             flops(model_config, seq_length=S)
     more["self_attn.memory"] = (8,)  # a vector costs nothing
     assert costs.model_flops_per_token(GQA.override(rope_theta=1e5), S)
-
-
-def saved_bytes(model: Llama, dtype: str, *inputs: Tensor) -> int:
-    """Bytes of all distinct storages that forward keeps for backward, without weights."""
-    weights = [*model.parameters(), *(x.copy for x in linears(model).values())]
-    addresses = {weight.data_ptr() for weight in weights if weight is not None}
-    matrices = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
-    storages, alive = {}, []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
-        # Casts of weights are planned with the weights; no activation here has a matrix's shape.
-        is_cast = dtype == "bfloat16" and (shape in matrices or shape[::-1] in matrices)
-        if storage.data_ptr() not in addresses and not is_cast:
-            storages[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # so that no address is used twice
-        return tensor
-
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
-    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        model(*inputs)
-    return sum(storages.values())
-
-
-def saved_by_a_layer(build: Callable[[int], Llama], dtype: str) -> float:
-    """Bytes a token, by the difference between models of two and of three layers."""
-    saved = []
-    for num_layers in (2, 3):
-        model = build(num_layers)
-        model = model.double() if dtype == "float64" else model
-        saved.append(saved_bytes(model, dtype, *batch(model.config)))
-    return (saved[1] - saved[0]) / (B * S)
-
-
-DENSE_AND_MIXTURES = {"dense": WIDE, **MIXTURES}
-KEPT = [*itertools.product(DENSE_AND_MIXTURES, RECOMPUTE, ["float32", "bfloat16"])]
-
-
-@pytest.mark.parametrize("name,recompute,dtype", KEPT)
-def test_activations_of_a_layer_are_what_torch_saves(name, recompute, dtype):
-    model_config = DENSE_AND_MIXTURES[name]
-    measured = saved_by_a_layer(
-        lambda n: build(model_config.override(num_hidden_layers=n), recompute), dtype
-    )
-    planned = saved_per_token(model_config, dtype, recompute, Layout(), 0)
-    assert planned == pytest.approx(measured, rel=0.01)
