@@ -26,18 +26,13 @@ from train import StepResult
 RESUMES = """
 core: model=tied fused=false | dp=1
 core: skips optimizer=sgd | dp=2
-core: skips dtype=bfloat16 | tp=2 sp
-core: skips model=tied | pp=2
-experts: model=sigmoid layers=2 | dp=2 tp=2 ep=2 etp=2
-sharding: dtype=bfloat16 model=tied | dp=2 sharding=parameters
-optimizers: muon moments=bfloat16 | dp=2 tp=2 sharding=layerwise
+core: skips dtype=bfloat16 model=tied | pp=2 tp=2 sp
+sharding: skips dtype=bfloat16 model=sigmoid layers=2 | dp=2 ep=2 sharding=parameters
+optimizers: skips muon moments=bfloat16 | dp=2 tp=2 sharding=layerwise
 -
 core: | cp=4 ulysses -> dp=2 pp=2 tp=2 sp
-core: model=tied | tp=4 sp -> pp=2 tp=2
-schedules: model=tied | pp=2 engine=interleaved -> tp=2
-schedules: model=tied | pp=2 engine=zb_v -> pp=4 engine=afab
-experts: model=sigmoid layers=2 | tp=4 ep=2 etp=2 -> dp=1
-experts: model=sigmoid layers=2 | dp=2 tp=2 ep=2 sharding=parameters -> cp=2 etp=2
+schedules: model=tied | pp=2 engine=interleaved -> pp=2 engine=zb_v
+experts: model=sigmoid layers=2 | dp=2 tp=2 ep=2 etp=2 sharding=parameters -> cp=2 etp=2
 sharding: model=grouped-query | dp=3 -> dp=4 sharding=optimizer
 sharding: model=tied | dp=4 sharding=layerwise -> dp=2 tp=2 sp sharding=parameters
 optimizers: muon | dp=2 tp=2 sharding=gradients -> pp=4
@@ -74,13 +69,19 @@ def state_of(training: Training) -> dict[str, Parts]:
 
 
 def spoilt_step(training: Training, step: int, is_bad: bool) -> StepResult:
-    """If it is bad, one gradient of the last rank is not a number."""
-    if not is_bad or dist.get_rank() < dist.get_world_size() - 1:
+    """If it is bad, one number of the summed gradient is none, on a single rank."""
+    if not is_bad or dist.get_rank() > 0:
         return training.step(step)
-    weight = list(training.parameters.values())[-1]
-    hook = weight.register_hook(lambda gradient: gradient * math.nan)
+    gradients, weight = training.model.gradients[-1], next(iter(training.parameters.values()))
+    wait = gradients.wait
+
+    def poisoned() -> None:
+        wait()
+        weight.grad.view(-1)[0] = math.nan
+
+    gradients.wait = poisoned
     result = training.step(step)
-    hook.remove()
+    gradients.wait = wait
     return result
 
 
@@ -91,7 +92,8 @@ def train_a_part(config, model, steps: range, bad: int | None, folder: Path | No
         saved = read_to_resume(path, model, config.training.optimizer)
         assert saved.step == steps.start
         training.load(path, saved.step, saved.skipped_steps)
-    results = [spoilt_step(training, step, step == bad)[:3] for step in steps]
+    results = [spoilt_step(training, step, step == bad)[:4] for step in steps]
+    assert [result[3] for result in results] == [step == bad for step in steps]
     if folder and not steps.start:
         training.save(folder, steps.stop)
     return Part(results, training.evaluate(), training.skipped.total, state_of(training))

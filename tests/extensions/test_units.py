@@ -1,6 +1,5 @@
-"""Sharded units: when weights are here, what travels meanwhile, and a bad gradient in one shard."""
+"""Sharded units: when weights are here, and what travels meanwhile."""
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from picotron_min.extensions.sharding.units import ShardedUnit
 from picotron_min.runtime.tokenizer import BytesTokenizer
 from tests.assembled import make_training
-from tests.core.test_checkpoint import State
 from tests.rows import row
 from tests.training import Training
 
@@ -39,34 +37,6 @@ def exports(folder: Path, sharding: str) -> None:
 @pytest.mark.parametrize("sharding", ["layerwise", "parameters"])
 def test_exporting_and_evaluating_need_no_forward_before(pool, tmp_path, sharding):
     pool.run(2, exports, tmp_path, sharding)
-
-
-def skip_a_step(text: str) -> None:
-    training = training_of(text)
-    training.step(0)
-    before = State(training)
-    last = dist.get_rank() == dist.get_world_size() - 1
-    gradients = list(training.parameters.values())[-1].grad
-    wait = training.model.gradients[-1].wait
-
-    def poisoned() -> None:
-        wait()
-        if last:
-            gradients.view(-1)[0] = math.inf  # in the shard of one rank
-
-    training.model.gradients[-1].wait = poisoned
-    result = training.step(1)
-    training.model.gradients[-1].wait = wait
-    assert result.skipped and math.isinf(result.grad_norm)
-    before.assert_equal(State(training))
-    assert not training.step(2).skipped
-
-
-@pytest.mark.parametrize(
-    "text", ["dp=2 sharding=layerwise", "dp=2 sharding=parameters optimizer=adamw"]
-)
-def test_an_infinite_gradient_in_one_shard_skips_the_step_on_all_ranks(pool, text):
-    pool.run(2, skip_a_step, text)
 
 
 # Weights of all ranks, and gradients for them, are here for as short as may be.
