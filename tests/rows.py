@@ -21,10 +21,10 @@ from tests.assembled import MODELS, make_config
 EXPERTS = MODELS["untied"].override(num_local_experts=8, moe_intermediate_size=16)
 SIGMOID = {"scoring_func": "sigmoid", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 SHAPES = MODELS | {
-    "qk-norm": MODELS["grouped-query"].override(qk_norm=True),
-    "qkv-bias": MODELS["grouped-query"].override(qkv_bias=True),
     # Layers of each kind are not at the same places of two stages. Only the first ones are used.
-    "no-rope": MODELS["tied"].override(no_rope_layers=(1, 0, 0) * 8),
+    "families": MODELS["grouped-query"].override(
+        qk_norm=True, qkv_bias=True, no_rope_layers=(1, 0, 0) * 8
+    ),
     "depths": MODELS["untied"].override(num_nextn_predict_layers=2),
     "softmax": EXPERTS,
     "gated": EXPERTS.override(

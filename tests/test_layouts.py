@@ -56,23 +56,16 @@ experts: dp=2 m=2 sharding=gradients etp=2 dropping model=sigmoid
 experts: dp=2 m=3 ep=2 padded model=sigmoid
 experts: dp=2 m=2 sharding=layerwise etp=2 allgather dropping_last model=softmax
 experts: dp=2 sharding=parameters model=sigmoid
+families: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=families
+families: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=families
+families: pp=2 cp=2 engine=interleaved ulysses packed model=families
+families: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=families
+families: pp=2 cp=2 engine=zb_v sharding=layerwise model=families
 multi_token: cp=2 tp=2 sp tp_overlap ulysses sharding=optimizer packed muon model=depths
 multi_token: pp=2 cp=2 m=3 engine=zb_h1 sharding=gradients mask model=depths
 multi_token: cp=2 tp=2 sp tp_overlap sharding=layerwise recompute=full model=depths
-no_rope: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=no-rope
-no_rope: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=no-rope
-no_rope: pp=2 cp=2 engine=interleaved ulysses packed model=no-rope
-no_rope: pp=2 cp=2 engine=zb_v sharding=layerwise model=no-rope
 optimizers: pp=2 tp=2 m=2 engine=zb_h1 recompute=selective packed muon model=tied
 optimizers: dp=2 tp=2 m=2 sp tp_overlap sharding=parameters recompute=selective muon
-qk_norm: dp=2 pp=2 m=2 sharding=optimizer recompute=full model=qk-norm
-qk_norm: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=qk-norm
-qk_norm: pp=2 cp=2 engine=interleaved ulysses packed model=qk-norm
-qk_norm: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=qk-norm
-qkv_bias: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=qkv-bias
-qkv_bias: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=qkv-bias
-qkv_bias: pp=2 cp=2 engine=interleaved ulysses packed model=qkv-bias
-qkv_bias: pp=2 cp=2 engine=zb_v sharding=layerwise model=qkv-bias
 schedules: pp=2 tp=2 sp tp_overlap engine=zb_v model=grouped-query
 sharding: dp=2 cp=2 m=2 ulysses sharding=gradients recompute=full model=tied
 sharding: dp=2 pp=2 engine=zb_h1 sharding=parameters recompute=full model=grouped-query
@@ -98,21 +91,16 @@ precision: pp=2 m=2 fp8 fp8_skip=1 layers=4
 precision: pp=2 m=3 engine=zb_h1 recompute=selective fp8
 precision: dp=2 recompute=full sharding=parameters fp8 layers=3
 precision: dp=2 m=2 sharding=optimizer fp8 layers=3 model=tied
-qk_norm: tp=4 overlap=false model=qk-norm num_key_value_heads=8
-qkv_bias: tp=4 overlap=false model=qkv-bias num_key_value_heads=8
-qkv_bias: dp=2 fp8 layers=3 model=qkv-bias
-no_rope: tp=2 sp overlap=false model=no-rope
-no_rope: dp=2 offload=1 fp8 layers=3 model=no-rope
+families: tp=4 overlap=false model=families num_key_value_heads=8
+families: tp=2 sp overlap=false model=families
+families: dp=2 offload=1 fp8 layers=3 model=families
 schedules: pp=4 m=2 engine=zb_v model=tied
-schedules: pp=3 m=4 engine=zb_h1
 schedules: pp=4 m=6 engine=interleaved
-schedules: pp=2 chunks=3 m=2 engine=interleaved model=tied
 sharding: dp=4 sharding=optimizer vocab_size=3 layers=1
 sharding: dp=4 sharding=gradients m=2 vocab_size=3 layers=1
 sharding: dp=4 sharding=parameters vocab_size=3 layers=1
 sharding: dp=8 sharding=layerwise layers=1 muon
 experts: dp=4 ep=4 moe_router_force_biased=-30 model=softmax
-experts: dp=4 ep=2 etp=2 moe_router_force_biased=-30 dropping model=softmax
 sharding: dp=2 pp=2 m=4 engine=zb_v sharding=parameters model=tied
 """
 

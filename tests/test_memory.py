@@ -12,32 +12,25 @@ from tests.rows import lines, row
 
 # So large that what is not planned, such as statistics of norms, is small.
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 112}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "seq_length": 64, "micro_batches": 4}
-SIZES |= {"dtype": "float32", "optimizer": "adamw", "learning_rate": 1e-3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "seq_length": 64}
+SIZES |= {"micro_batches": 2, "micro_batch_size": 4, "dtype": "float32", "optimizer": "adamw"}
 
 # How far the peak may be from the plan, and a row as in rows.py. Not planned are messages, matrices
 # of a gradient that are copied into a buffer, and what routing permutes.
 ROWS = """
-0.01 core: vocab_size=4096
 0.01 core: recompute=full
-0.01 core: dp=2 cp=2 recompute=selective
 0.01 core: tp=2 sp vocab_size=4096 dtype=bfloat16
-0.01 optimizers: dp=2 muon moments=bfloat16
-0.05 sharding: dp=3 sharding=optimizer m=2 dtype=bfloat16
-0.01 sharding: dp=2 sharding=layerwise muon
+0.02 families: dp=2 cp=2 recompute=selective model=families
+0.05 sharding: dp=3 sharding=optimizer dtype=bfloat16
 0.07 sharding: dp=2 tp=2 sharding=gradients
-0.01 sharding: dp=2 sharding=parameters recompute=full layers=4
-0.02 schedules: pp=2 layers=4 tie_word_embeddings
-0.05 schedules: pp=2 m=6 engine=interleaved layers=6
-0.02 schedules: pp=2 m=6 engine=zb_h1 layers=4 dtype=bfloat16
-0.03 schedules: pp=2 m=6 engine=zb_v layers=6
-0.05 experts: dp=2 ep=2 moe_router_force_load_balancing model=softmax
+0.01 sharding: dp=2 sharding=layerwise muon moments=bfloat16
+0.05 schedules: pp=2 m=4 engine=interleaved layers=6 tie_word_embeddings
+0.02 schedules: pp=2 m=4 engine=zb_h1 layers=4 dtype=bfloat16
+0.03 schedules: pp=2 m=4 engine=zb_v layers=6
 0.03 experts: dp=2 tp=2 ep=2 etp=2 sharding=optimizer moe_router_force_load_balancing model=gated
 0.05 experts: tp=2 ep=2 sp padded model=softmax
-0.03 precision: fp8 fp8_skip=1 dtype=bfloat16 layers=4
-0.01 precision: dp=2 fp8 sharding=parameters layers=4
-0.02 qk_norm: model=qk-norm
-0.02 multi_token: pp=2 vocab_size=2048 model=depths
+0.03 precision: dp=2 fp8 fp8_skip=1 sharding=parameters dtype=bfloat16 layers=4
+0.02 multi_token: pp=2 vocab_size=2048 recompute=full model=depths
 """
 
 
