@@ -42,7 +42,7 @@ def runs(draw: st.DrawFn):
 # No shrinking: each try is a run of several processes.
 @settings(
     derandomize=True,
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -56,7 +56,7 @@ NUMBERS = st.integers(-2, 10**13) | st.floats(-2, 1e13)
 VALUES = st.none() | st.booleans() | NUMBERS | st.text(max_size=4) | st.lists(NUMBERS, max_size=3)
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), VALUES, min_size=1, max_size=3))
 def test_any_value_is_taken_or_refused_by_the_name_of_its_key(values):
     raw = {}
