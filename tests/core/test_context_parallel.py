@@ -126,12 +126,11 @@ def test_attention_is_chosen_that_works_on_the_device():
         assert f"{found.__name__}, {names[0]}" == expected, line
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_repeated_attention_is_in_float32_and_needs_no_grouped_queries(autocast):
+def test_repeated_attention_is_in_float32_and_needs_no_grouped_queries():
     """torch's efficient kernel takes neither bfloat16 on older cards nor grouped queries."""
     inputs = random_qkv(2, 6, 2, 24, HALF)
     spy = mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention)
-    with spy as calls, torch.autocast("cpu", HALF, enabled=autocast):
+    with spy as calls, torch.autocast("cpu", HALF):
         found = with_gradients(RepeatedAttention(), *inputs)
     (call,) = calls.call_args_list
     assert {(x.dtype, x.shape) for x in call.args} == {(torch.float32, inputs[0].shape)}
@@ -152,7 +151,7 @@ def test_both_engines_equal_full_attention(pool, engine, kernel):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("length", [128, 272, 1024])  # 1, 2 and 8 triangles
+@pytest.mark.parametrize("length", [272, 1024])  # 2 and 8 triangles
 def test_a_backward_in_parts_equals_torchs(length):
     inputs = random_qkv(2, 6, 2, length)
     found = (with_gradients(attend, *inputs) for attend in (CpuAttention(), FlashAttention()))

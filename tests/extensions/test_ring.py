@@ -1,6 +1,6 @@
-"""A ring of messages behind products: the results and bytes of collectives, and its order.
+"""A ring of messages behind products: its sums and its order.
 
-That it trains the same model is in test_layouts.py.
+That it trains the same model is in test_layouts.py; its bytes are in test_planner_traffic.py.
 """
 
 from functools import partial
@@ -13,13 +13,10 @@ from torch import Tensor
 
 from picotron_min import collectives
 from picotron_min.collectives import Axis
-from picotron_min.extensions.overlap.boundary import SequenceBoundary
 from picotron_min.extensions.overlap.linear import WeightGradients
 from picotron_min.extensions.overlap.ring import RingBoundary
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.runtime.config import ConfigError
-from tests.training import config_of
 
 B, S, F, E = 2, 12, 5, 6
 QUEUE = WeightGradients()
@@ -33,30 +30,15 @@ def inputs(rank: int, dtype: torch.dtype) -> tuple[list[Tensor], list[partial]]:
     return list(xs), [partial(torch.matmul, other=weight) for weight in weights]
 
 
-def results(kind: type[SequenceBoundary], dtype: torch.dtype) -> tuple:
+def scattered(dtype: torch.dtype) -> Tensor:
     axis = build_axes(torch.device("cpu"), Layout(tp=dist.get_world_size())).tp
-    xs, products = inputs(axis.rank, dtype)
-    boundary = kind(axis, QUEUE)
-    own = xs[0].chunk(axis.size, dim=1)[axis.rank]  # strided
-    x, ys = boundary.gather_multiply(own, products)
-    total = boundary.multiply_scatter(xs, products)
-    return [x, *ys, total], x.is_contiguous(), dict(axis.ledger.calls), axis.ledger.take_bytes()
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_ring_computes_and_sends_what_the_collectives_do(pool, n):
-    ranks = [pool.run(n, results, kind, torch.float64) for kind in (SequenceBoundary, RingBoundary)]
-    num_bytes = 8 * B * S * (F + E) * (n - 1) // n
-    for (theirs, *plain), (ours, *ring) in zip(*ranks, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
-        assert plain == [True, {"all_gather": 1, "reduce_scatter": 1}, num_bytes]
-        assert ring == [True, {"shift": 2 * (n - 1)}, num_bytes]
+    return RingBoundary(axis, QUEUE).multiply_scatter(*inputs(axis.rank, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_partial_sums_are_added_in_float32_from_rank_0_on(pool, dtype):
     n = 4
-    for rank, ((*_, total), *_) in enumerate(pool.run(n, results, RingBoundary, dtype)):
+    for rank, total in enumerate(pool.run(n, scattered, dtype)):
         parts = [inputs(r, dtype) for r in range(n)]
         rows = [
             sum(f(x.chunk(n, dim=1)[rank]) for x, f in zip(xs, products, strict=True))
@@ -111,10 +93,3 @@ def test_a_part_is_sent_while_the_next_one_is_multiplied(events):
     steps = [("product", "product", f"start {i}") for i in range(3)]
     own = ["product", "product", "settle"]
     assert events == [*sum(steps, ()), *own, "wait 0", "wait 1", "wait 2"]
-
-
-@pytest.mark.parametrize("lacking", ["sequence_parallel", "overlap"])
-def test_overlap_without_what_it_needs_is_refused(lacking):
-    needs = {"sequence_parallel": True, "overlap": True} | {lacking: False}
-    with pytest.raises(ConfigError, match=r"tp_overlap=true needs .*: set these, or tp_overlap"):
-        config_of(tp=2, tp_overlap=True, **needs)
