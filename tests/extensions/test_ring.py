@@ -17,6 +17,8 @@ from picotron_min.extensions.overlap.linear import WeightGradients
 from picotron_min.extensions.overlap.ring import RingBoundary
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
+from picotron_min.runtime.config import ConfigError
+from tests.training import config_of
 
 B, S, F, E = 2, 12, 5, 6
 QUEUE = WeightGradients()
@@ -93,3 +95,8 @@ def test_a_part_is_sent_while_the_next_one_is_multiplied(events):
     steps = [("product", "product", f"start {i}") for i in range(3)]
     own = ["product", "product", "settle"]
     assert events == [*sum(steps, ()), *own, "wait 0", "wait 1", "wait 2"]
+
+
+def test_overlap_without_sequence_parallelism_is_refused():
+    with pytest.raises(ConfigError, match=r"tp_overlap=true needs .*: set these, or tp_overlap"):
+        config_of(tp=2, tp_overlap=True)
