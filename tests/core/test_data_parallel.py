@@ -1,13 +1,11 @@
 """Gradient buckets against the obvious reference; benchmarks/ compares them with torch's DDP."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from picotron_min.collectives import Axis, start_all_reduce
+from picotron_min.collectives import Axis
 from picotron_min.data_parallel import GradientBuckets
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.mesh import build_axes
@@ -61,29 +59,6 @@ def compare_with_one_all_reduce_per_parameter(bucket_bytes: int) -> None:
 @pytest.mark.parametrize("n,bucket_bytes", [(1, 20_000), (2, 1), (3, 20_000), (2, 10**9)])
 def test_buckets_equal_one_all_reduce_per_parameter(pool, n, bucket_bytes):
     pool.run(n, compare_with_one_all_reduce_per_parameter, bucket_bytes)
-
-
-def missing_when_buckets_start() -> list[list[str]]:
-    """For each bucket: the parameters whose gradients had not arrived when it was sent."""
-    model, found = make_model(), []
-    buckets = make_buckets(model, 40_000)
-
-    def send(*arguments):
-        found.append([name for name, n in buckets.missing.items() if n])
-        return start_all_reduce(*arguments)
-
-    buckets.begin(1)
-    with mock.patch("picotron_min.data_parallel.start_all_reduce", send):
-        backward(model, 0)
-    buckets.wait()
-    return found
-
-
-def test_buckets_are_sent_while_backward_still_runs(pool):
-    for first, second, *_, last in pool.run(2, missing_when_buckets_start):
-        # The first is sent when the last layer is done and the first layer has not begun.
-        assert "model.layers.0.mlp.down_proj.weight" in first
-        assert not any("layers.1.mlp" in name for name in second) and last == []
 
 
 def missing_gradients() -> list[str]:
