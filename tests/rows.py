@@ -2,9 +2,10 @@
 
     sharding: dp=2 tp=2 sp sharding=optimizer m=3 model=tied
 
-The folder that the row is for comes first: `pytest -k sharding:` runs its rows alone. Then come
-keys of any section of a config, numbers of the model, and short names. A word alone means true, or
-stands for several keys. What a row leaves out is as `make_config` in tests/assembled.py has it.
+The folder that the row is for comes first: `pytest -k sharding:` runs its rows alone. `families`
+are qk_norm, qkv_bias and no_rope, all in one model. Then come keys of any section of a config,
+numbers of the model, and short names. A word alone means true, or stands for several keys. What a
+row leaves out is as `make_config` in tests/assembled.py has it.
 The rows are in test_layouts, test_resumes, test_memory and planner/test_planner_traffic.
 """
 

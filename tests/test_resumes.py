@@ -69,7 +69,7 @@ def state_of(training: Training) -> dict[str, Parts]:
 
 
 def spoilt_step(training: Training, step: int, is_bad: bool) -> StepResult:
-    """If it is bad, one number of the summed gradient is none, on a single rank."""
+    """If it is bad, a number of the summed gradient is NaN, on a single rank."""
     if not is_bad or dist.get_rank() > 0:
         return training.step(step)
     gradients, weight = training.model.gradients[-1], next(iter(training.parameters.values()))
