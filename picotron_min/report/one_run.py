@@ -9,21 +9,19 @@ from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.schedules.registry import plan_on_paper
 from picotron_min.planner.links import ranks_of_axis
 from picotron_min.planner.memory import RankMemory, memory_of_ranks, shares_of_ranks
-from picotron_min.planner.traffic import planned_ledger, planned_traffic
+from picotron_min.planner.traffic import planned_traffic
 from picotron_min.report.curves import HALVED_IN, curves
 from picotron_min.report.page import Picture, Row, render
 from picotron_min.report.reading import Run, tokens_of
 from picotron_min.report.timelines import timelines
 from picotron_min.runtime.draw import plan_of_trace
 from picotron_min.runtime.hardware import common_flops_per_token
-from picotron_min.runtime.metrics import Sent
 from picotron_min.runtime.wording import counted, duration, shown
 
 
 def report(run: Run) -> str:
     """The page about one folder."""
-    parts = header, mfu, curves, columns, sample, memory, sent_by_axis, sent_by_collective
-    parts += schedule, bubbles
+    parts = header, mfu, curves, columns, sample, memory, sent_by_axis, schedule, bubbles
     named = {part.__name__: part for part in parts}
     columns_of_memory = [name.replace("_", " ") for name in RankMemory._fields]
     values = {"run": run, "notes": run.notes, "columns_of_memory": columns_of_memory}
@@ -89,27 +87,14 @@ def sample(run: Run) -> list[Row]:
 
 
 def sent_by_axis(run: Run) -> Iterator[Row]:
-    """What rank 0 sent in the last step, planned beside measured."""
+    """What rank 0 sent in the last step, planned beside measured, and the extremes of all ranks."""
     planned = planned_traffic(run.model, run.config.layout, run.config.workload)
-    sent = run.steps[-1].comm_bytes
+    sent, ranks = run.steps[-1].comm_bytes, run.ranks.ranks if run.ranks else []
     for axis in sorted(sent.keys() | planned.keys()):
         peers = shown(ranks_of_axis(run.config.layout, axis, 0)).strip("[]")
-        yield axis, planned.get(axis, 0), sent.get(axis, 0), peers
-
-
-def sent_by_collective(run: Run) -> Iterator[Row]:
-    """The same of each collective, with the extremes over all ranks."""
-    planned = planned_ledger(run.model, run.config.layout, run.config.workload)
-    ledgers = [
-        {(axis, name): sent for axis in rank.sent for name, sent in rank.sent[axis].items()}
-        for rank in run.ranks.ranks
-    ]
-    nothing = Sent(calls=0, bytes=0)
-    for kind in sorted(planned.keys() | set().union(*ledgers)):
-        sent = [ledger.get(kind, nothing) for ledger in ledgers]
-        amounts = [each.bytes for each in sent]
-        numbers = round(planned[kind]), amounts[0], min(amounts), max(amounts)
-        yield *kind, sent[0].calls, *numbers
+        amounts = [sum(kind.bytes for kind in rank.sent.get(axis, {}).values()) for rank in ranks]
+        extremes = min(amounts, default=None), max(amounts, default=None)
+        yield axis, planned.get(axis, 0), sent.get(axis, 0), peers, *extremes
 
 
 def memory(run: Run) -> Iterator[Row]:
