@@ -11,39 +11,9 @@ python -m picotron_min.report.explore --out docs/explore.html
 
 import argparse
 import json
-import math
 from pathlib import Path
 
-from picotron_min.extensions.settings import Layout
-from picotron_min.planner.choices import Request
-from picotron_min.report import explore_data as tables
-from picotron_min.runtime.hardware import GPUS
-from picotron_min.runtime.public_models import find_preset
-
-
-def page_data() -> dict[str, object]:
-    data = {"axes": Layout().grids[0].axes, "sizes": tables.SIZES, "most": tables.MOST_RANKS}
-    data |= {"gpu": "H100", "capacity": _capacity(), "schedules": tables.schedules()}
-    models = {name: _model(name) for name in tables.WORKLOADS}
-    return data | {"rings": tables.rings(), "models": models}
-
-
-def _capacity() -> float:
-    """Bytes of an H100 that the planner lets a plan use."""
-    model = "Llama-3.1-8B"
-    return Request(find_preset(model), GPUS["H100"], 1, tables.WORKLOADS[model][0], 1).budget
-
-
-def _model(name: str) -> dict[str, object]:
-    config, (work, _) = find_preset(name), tables.WORKLOADS[name]
-    shapes = config.parameter_shapes()
-    about = (
-        f"{sum(map(math.prod, shapes.values())):,} parameters, {work.dtype}, "
-        f"{work.micro_batch_size} x {work.seq_length} tokens a micro-batch"
-    )
-    found = {"about": about, "layers": config.num_layers, "placed": tables.placed(name)}
-    found["shapes"] = {short: shapes[full] for short, full in tables.weights_of(name).items()}
-    return found | tables.costs(name)
+from picotron_min.report.explore_data import page_data
 
 
 def page() -> str:

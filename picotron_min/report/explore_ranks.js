@@ -14,9 +14,10 @@ const SENT = {
     "gradients of each micro-batch to their owners, new weights back",
     "weights for each forward and backward, gradients to their owners"][T.zero(V)],
   cp: () => "keys and values, round a ring",
-  tp: () => "four sums of activations a layer",
+  tp: () => T.sp(V) ? "four all-gathers, four reduce-scatters of activations a layer" : "four sums of activations a layer",
   dp_cp_tp: () => "a sum of the gradients of norms",
 };
+const ZERO = "ZeRO divides what dp and cp ranks all keep: 1 optimizer state, 2 + gradients, 3 + weights.";
 const NAMES = { embed_tokens: "embed", input_layernorm: "norm 1", post_attention_layernorm: "norm 2" };
 const ENDS = ["embed_tokens", "norm", "lm_head"], DRAWN = ["svg", "rect", "path", "text", "circle"];
 
@@ -56,11 +57,10 @@ function change(changes) {
     for (const section of Object.keys(questions)) delete questions[section];
     Object.assign(V, next);
   }
-  V.rank = Math.min(V.rank, T.world(V) - 1);
-  V.layer = Math.min(V.layer, T.model(V).layers - 1);
-  V.hop = Math.min(V.hop, ringSize() - 1);
+  const ends = { rank: T.world(V), layer: T.model(V).layers, hop: ringSize() };
+  for (const [name, end] of Object.entries(ends)) V[name] = Math.min(V[name], end - 1);
   draw();
-  put("status", why ? `✗ ${why}` : T.model(V).about);
+  put("status", why ? `✗ ${why}` : `${T.model(V).about}. ${ZERO}`);
   $("status").classList.toggle("refused", Boolean(why));
 }
 function stepper(key, name, values, label = key) {
@@ -129,16 +129,15 @@ function drawRanks() {
   };
   paintRanks();
 }
-// A part of a weight as a rectangle; a vector is one row.
-function inPixels(spans, shape, width, height) {
-  const [rows, columns] = spans.length > 1 ? spans : [[0, 1], spans[0]], long = shape.length > 1 ? shape[0] : 1;
-  const x = columns[0] / shape.at(-1) * width, y = rows[0] / long * height;
-  return { x, y, width: columns[1] / shape.at(-1) * width - x, height: rows[1] / long * height - y };
-}
+// The rank's part of a weight; a vector is one row.
 function icon(rank, { cuts, owned }) {
-  const shape = T.model(V).shapes[V.weight], width = 33, height = shape.length > 1 ? 31 : 8;
-  const draw = (cuts, fill) => e("rect", { ...inPixels(T.part(V, V.weight, rank, cuts), shape, width, height), fill });
-  const isHere = T.has(V, rank, V.weight, V.layer), shares = T.zero(V) > 0;
+  const shape = T.model(V).shapes[V.weight], [long, wide] = shape.length > 1 ? shape : [1, ...shape];
+  const width = 33, height = shape.length > 1 ? 31 : 8, isHere = T.has(V, rank, V.weight, V.layer), shares = T.zero(V) > 0;
+  const draw = (cuts, fill) => {
+    const spans = T.part(V, V.weight, rank, cuts), [rows, columns] = spans.length > 1 ? spans : [[0, 1], ...spans];
+    const [x, right] = columns.map(n => n / wide * width), [y, bottom] = rows.map(n => n / long * height);
+    return e("rect", { x, y, width: right - x, height: bottom - y, fill });
+  };
   return e("svg", { width: width + 2, height: height + 2, viewBox: `-1 -1 ${width + 2} ${height + 2}` },
     isHere && draw(cuts, shares ? "var(--k3)" : "var(--k1)"), isHere && shares && draw(owned, "var(--k1)"),
     e("rect", { width, height, fill: "none", stroke: "var(--k2)", "stroke-dasharray": isHere ? undefined : "2 3" }));
@@ -176,8 +175,7 @@ function drawAbout(me, placed, sum, isHere) {
   put("about", e("p", {}, e("b", {}, `Rank ${me}`), AXES.map(axis => [" ", tag(axis), ` ${at[axis]} `])),
     T.world(V) > 1 ? e("table", {}, e("tr", {}, head), rows) : e("p", { class: "quiet" }, "One rank has all, and sends nothing."),
     e("p", {}, e("b", {}, whole), e("small", {}, ` ${shape.map(n => n.toLocaleString("en")).join(" × ")}`)),
-    e("div", { class: "flow facts" }, !questions.who && drawWeight(me, placed),
-      e("table", {}, facts.map(([name, ...value]) => e("tr", {}, e("th", {}, name), e("td", {}, value))))));
+    e("table", {}, facts.map(([name, ...value]) => e("tr", {}, e("th", {}, name), e("td", {}, value)))));
 }
 function factsOf(me, { cuts, owned, sum: axis }, sum) {
   const shape = T.model(V).shapes[V.weight], part = cuts => T.part(V, V.weight, me, cuts)
@@ -188,24 +186,7 @@ function factsOf(me, { cuts, owned, sum: axis }, sum) {
   if (questions.who) return facts;
   const alike = T.copies(V, me, V.weight, V.layer).filter(rank => !sum.includes(rank));
   facts.push(["its gradient", sum.length > 1 ? [e("b", { style: "color: var(--dp)" }, "Σ "),
-    `over ${axis}, ${list(sum)}: the same part, other tokens`] : "is whole: no sum"]);
+    `over ${title(axis)}, ${list(sum)}: the same part, other tokens`] : "is whole: no sum"]);
   if (alike.length) facts.push(["no sum with", `${list(alike)}: the same part, and the same tokens`]);
   return facts;
-}
-// All parts of a weight, to scale, with the ranks that have each.
-function drawWeight(me, { cuts, owned }) {
-  const shape = T.model(V).shapes[V.weight], parts = new Map(), of = rank => T.part(V, V.weight, rank, T.zero(V) ? owned : cuts);
-  for (const rank of T.ranks(V).filter(rank => T.has(V, rank, V.weight, V.layer)))
-    parts.set(String(of(rank)), [...parts.get(String(of(rank))) ?? [], rank]);
-  const scale = Math.min(180 / shape.at(-1), 150 / shape[0]), width = Math.max(70, shape.at(-1) * scale);
-  const height = shape.length > 1 ? shape[0] * scale : 24;
-  const has = T.has(V, me, V.weight, V.layer) ? T.copies(V, me, V.weight, V.layer) : [];
-  return e("svg", { width: width + 2, height: height + 2, viewBox: `-1 -1 ${width + 2} ${height + 2}`, role: "img",
-    "aria-label": "which ranks have which part" }, [...parts.values()].map(ranks => {
-    const box = inPixels(of(ranks[0]), shape, width, height), isMine = ranks.includes(me);
-    const tone = isMine ? "k1" : has.includes(ranks[0]) ? "k3" : "empty";
-    const label = [ranks.join(" "), `${ranks.length} ranks`, ""].find(text => text.length * 7 < box.width);
-    return [e("rect", { ...box, fill: `var(--${tone})`, stroke: "var(--k2)" }), box.height > 12 && e("text", { class: "mid",
-      x: box.x + box.width / 2, y: box.y + box.height / 2 + 4, style: tone !== "empty" && `fill: var(--on-${tone})` }, label)];
-  }));
 }

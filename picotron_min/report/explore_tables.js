@@ -48,7 +48,7 @@ function lookups(data) {
     return spans;
   }
   // The layers of each chunk of a pipeline rank, as [first, last + 1].
-  const stages = (L, pp) => find(model(L).stages, alike(L), L.pp)[pp];
+  const stages = (L, pp) => find(model(L).stages[alike(L)], L.pp)[pp];
   function has(L, rank, weight, layer) {
     const chunks = stages(L, place(L, rank).pp), last = model(L).layers;
     if (weight === "embed_tokens") return chunks.some(([first]) => first === 0);
@@ -63,15 +63,12 @@ function lookups(data) {
   // Bytes of each pipeline rank: weights, gradients, optimizer, activations, loss. It is fullest in
   // the backward of a layer, or at a loss; from ZeRO 2 on some tensors are whole for a moment.
   function memory(L) {
-    const { states, travelling, activations, moments, pool } = model(L);
-    const of = [L.pp, L.dp * L.cp, L.tp, zero(L)], cut = [L.cp, L.tp, sp(L)];
-    const live = find(activations[L.engine], L.pp, L.m, ...cut);
-    const other = find(moments[L.engine], L.pp, ...cut), whole = find(travelling[alike(L)], ...of);
+    const { states, activations, moments, pool } = model(L), cut = [L.cp, L.tp, sp(L)];
+    const live = find(activations[L.engine], L.pp, L.m, ...cut), other = find(moments[L.engine], L.pp, ...cut);
     const total = row => row.reduce((a, b) => a + b);
-    return find(states[alike(L)], ...of).map((number, pp) => {
-      const [weights, gradients, state] = pool[number], [alive] = pool[live[pp]];
-      const [freed, layer, loss = 0] = pool[other[pp]];
-      const [gathered, buffers, ends, head] = whole ? pool[whole[pp]] : [0, 0, 0, 0];
+    return find(states[alike(L)], L.pp, L.dp * L.cp, L.tp, zero(L)).map((number, pp) => {
+      const [weights, gradients, state, gathered, buffers, ends, head] = pool[number];
+      const [alive] = pool[live[pp]], [freed, layer, loss = 0] = pool[other[pp]];
       const behind = Math.max(loss && head, buffers - freed);
       const backward = [weights + gathered, gradients + buffers + behind, state, alive, 0];
       const atLoss = [weights + ends, gradients + head, state, alive - layer, loss];
@@ -90,7 +87,7 @@ function lookups(data) {
   }
   // What each pipeline rank computes, and when; times are in slots, a chunk's forward takes one.
   function plan(L) {
-    const { slots, plans } = schedule(L), [rows, live, bubble] = find(plans, L.pp, L.m);
+    const { slots, plans } = schedule(L), [rows, bubble] = find(plans, L.pp, L.m);
     const actions = rows.map(text => text.split(" ").map(word => {
       const [, start, letter, i, to] = word.match(/^(\d+)([a-zA-Z])(\d+)(?:>(\d+))?$/);
       const kind = letter.toUpperCase(), end = +start + slots[kind];
@@ -101,6 +98,7 @@ function lookups(data) {
       const { kind, i, end } = action, isUse = b => b.kind === kind && b.i === i && b.start >= end;
       action.used = actions[action.to].find(isUse).start;
     }
+    const live = actions.map(of => Math.max(...of.map(a => alive(L, of, a.start))));
     return { actions, live, bubble, end: Math.max(...actions.flat().map(action => action.end)) };
   }
   // How many activations, each of a micro-batch in a chunk, are alive at a time: from the start of

@@ -48,7 +48,9 @@ function drawTime() {
   put("time-keys", key("k3", "forward"), slots.B === 1 ? [key("k1", "backward: of inputs"), key("k2", "backward: of weights")]
     : key("k1", "backward"), chunks > 1 && e("span", {}, "lower box: second chunk of layers"), key("alive", "activations alive"),
     V.pp > 1 && key("pp", "message, from made to used"));
-  put("formula", `${V.engine}: ${T.schedule(V).about} (p ranks, m micro-batches, v chunks).`);
+  // In the formulas of a schedule a rank is a place along pp; on this page ranks are numbered over all axes.
+  const formula = T.schedule(V).about.replace("p - rank", "p - place"), ofChunks = chunks > 1 ? ", v chunks a rank, each with activations" : "";
+  put("formula", `${V.engine}: ${formula} (a pipeline of p ranks, place 0 to p-1 in it, m micro-batches${ofChunks}).`);
 }
 const inForwards = (L, slots) => slots / T.schedule(L).chunks;
 function seek(time) {
@@ -60,12 +62,13 @@ function seek(time) {
 }
 function play() {
   if (timer) return seek(V.time);
-  if (V.time >= inForwards(V, T.plan(V).end)) V.time = 0;
+  const end = inForwards(V, T.plan(V).end);
+  if (V.time >= end) V.time = 0;
   put("play", "Pause");
   timer = setInterval(() => {
     V.time += inForwards(V, 0.25);
-    if (V.time < inForwards(V, T.plan(V).end)) drawTime();
-    else seek(inForwards(V, T.plan(V).end));
+    if (V.time < end) drawTime();
+    else seek(end);
   }, 100);
 }
 function toEvent(direction) {
@@ -76,33 +79,34 @@ function toEvent(direction) {
 
 const ringSize = () => V.cp > 1 ? V.cp : 4;
 function drawRing() {
-  const n = ringSize(), hops = T.data.rings[`${n} ${V.cut}`], me = V.cp > 1 ? T.place(V, V.rank).cp : 2;
-  const side = Math.min(380, $("triangle").clientWidth - 24), unit = side / (16 * n);
+  const n = ringSize(), pieces = T.data.rings[`${n} ${V.cut}`], me = V.cp > 1 ? T.place(V, V.rank).cp : 2;
+  // By rank and hop: the blocks of queries and earlier keys, of which a piece's own is half a square.
+  const seen = (keys, q) => keys.filter(k => k <= q).map(k => ({ q, k, isHalf: k === q }));
+  const hops = pieces.map((own, rank) => pieces.map((_, hop) => own.flatMap(q => seen(pieces[(rank - hop + n) % n], q))));
+  const side = Math.min(380, $("triangle").clientWidth - 24), unit = side / pieces.flat().length;
   const toneOf = (rank, hop) => hop > V.hop ? "empty" : hop < V.hop ? "k3" : rank === me ? "cp" : "k2";
   const inkOf = tone => ({ empty: "var(--quiet)", cp: "var(--card)" }[tone] ?? `var(--on-${tone})`);
-  const blocks = hops.map((of, rank) => of.map((found, hop) => found.map(([q, k, rows, columns, isCausal]) => {
-    const [x, y, w, h] = [k, q, columns, rows].map(tokens => tokens * unit), tone = toneOf(rank, hop), third = isCausal ? 1 / 6 : 0;
-    return [e("path", { d: isCausal ? `M${x} ${y}v${h}h${w}Z` : `M${x} ${y}h${w}v${h}h${-w}Z`, fill: `var(--${tone})`, stroke: "var(--card)" }),
-      Math.min(w, h) > 13 && text(x + w * (0.5 - third), y + h * (0.5 + third) + 4, rank, { class: "mid", style: `fill: ${inkOf(tone)}` })];
+  const blocks = hops.map((of, rank) => of.map((found, hop) => found.map(({ q, k, isHalf }) => {
+    const tone = toneOf(rank, hop), third = isHalf ? 1 / 6 : 0, shape = `v${unit}h${unit}${isHalf ? "" : `v${-unit}`}Z`;
+    return [e("path", { d: `M${k * unit} ${q * unit}${shape}`, fill: `var(--${tone})`, stroke: "var(--card)" }),
+      text((k + 0.5 - third) * unit, (q + 0.5 + third) * unit + 4, rank, { class: "mid", style: `fill: ${inkOf(tone)}` })];
   })));
   put("triangle", e("svg", { width: side + 22, height: side + 22, viewBox: `-20 -20 ${side + 22} ${side + 22}`, role: "img",
-    "aria-label": "which rank computes which block" }, text(0, -7, "keys →"), text(-side, -7, "← queries", { transform: "rotate(-90)" }),
-    e("path", { d: `M0 0V${side}H${side}Z`, fill: "var(--empty)" }), blocks));
-  const work = hops.map(of => of.map(found => sum(found.map(([, , rows, columns, isCausal]) => rows * columns / (isCausal ? 2 : 1)))));
+    "aria-label": "which rank computes which block" }, text(0, -7, "keys →"), text(-side, -7, "← queries", { transform: "rotate(-90)" }), blocks));
+  const work = hops.map(of => of.map(found => sum(found.map(({ isHalf }) => isHalf ? 0.5 : 1))));
   const slowest = work[0].map((_, hop) => Math.max(...work.map(of => of[hop]))), totals = work.map(sum);
   const width = $("hops").clientWidth, pixels = (width - 50) / sum(slowest), X = hop => 48 + sum(slowest.slice(0, hop)) * pixels;
   const bars = slowest.map((most, hop) => [text(X(hop) + most * pixels / 2, 12, most * pixels > 40 ? `hop ${hop}` : hop, { class: "mid" }),
     work.map((of, rank) => [rect(X(hop), 20 + 28 * rank, most * pixels - 2, 22, "empty", { stroke: hop === V.hop && "var(--ink)" }),
       rect(X(hop), 20 + 28 * rank, of[hop] * pixels - 2, 22, hop > V.hop ? "k3" : toneOf(rank, hop), { opacity: hop > V.hop && 0.5 })])]);
-  const source = (me - V.hop + n) % n, ratio = +(Math.max(...totals) / sum(totals) * n).toFixed(3);
+  const source = (me - V.hop + n) % n, ratio = +(sum(slowest) / sum(totals) * n).toPrecision(3);
   const why = { zigzag: "Each rank has an early and a late piece, so all have the same work in every hop.",
-    "in order": "The last rank's queries see all keys, the first rank's only their own: the others wait.",
-    documents: "Zigzag, but no document sees another: three of them make the work uneven again." };
+    "in order": "The last rank's queries see all keys, the first rank's only their own: the others wait." };
   put("hops", e("p", {}, V.cp === 1 && "cp is 1, so this is drawn for 4 ranks. ", e("b", {}, `cp ${me} `), V.hop
     ? `has the keys and values of cp ${source}, which cp ${(me + n - 1) % n} sent.` : "begins with its own keys and values."),
     e("svg", { width, height: 28 * n + 24, role: "img", "aria-label": "work of each rank in each hop" }, bars, hops.map((_, rank) =>
       text(0, 36 + 28 * rank, `cp ${rank}`, { style: rank === me && "fill: var(--cp); font-weight: 700" }))),
-    e("p", {}, e("b", {}, `The busiest rank has ${ratio} × the mean work. `), why[V.cut]),
+    e("p", {}, e("b", {}, `With all waits, attention takes ${ratio} × the mean work of a rank. `), why[V.cut]),
     e("p", { class: "quiet" }, "A frame is as long as the slowest rank of its hop: what is empty is waiting."));
   put("ring-choices", Object.keys(why).map(cut => chip(cut, cut === V.cut, () => change({ cut }))), gap(),
     slowest.map((_, hop) => chip(`hop ${hop}`, hop === V.hop, () => change({ hop }))));
@@ -110,9 +114,10 @@ function drawRing() {
 
 const PARTS = { weights: "k1", gradients: "k2", optimizer: "k3", activations: "alive", loss: "line" };
 const AXIS_TONES = { pp: "pp", cp: "cp", tp: "tp", dp_cp: "dp", dp_cp_tp: "dp" };
-function drawBars(id, name, rows, tones, marks, limit) {
+// The legend has the numbers of one row.
+function drawBars(id, name, rows, own, tones, marks, limit) {
   const width = $(id).clientWidth, left = 46, names = Object.keys(tones), most = Math.max(1, ...rows.map(sum), ...marks ?? []);
-  const pixels = (width - left - 70) / most, own = T.place(V, V.rank).pp, height = 34 * rows.length + 4;
+  const pixels = (width - left - 70) / most, height = 34 * rows.length + 4;
   const line = (x, y, high, more) => e("path", { d: `M${left + x * pixels} ${y}v${high}`, stroke: "var(--ink)", "stroke-width": 2, ...more });
   put(id, e("b", {}, name), e("svg", { width, height, role: "img", "aria-label": name }, rows.map((row, pp) => [
     text(0, 34 * pp + 21, `pp ${pp}`, { style: "fill: var(--pp); font-weight: 700" }),
@@ -120,20 +125,21 @@ function drawBars(id, name, rows, tones, marks, limit) {
     text(left + sum(row) * pixels + 6, 34 * pp + 21, bytes(sum(row))), marks && line(marks[pp], 34 * pp, 34)]),
     limit <= most && line(limit, 0, height, { "stroke-dasharray": "5 4" })),
     e("div", { class: "flow keys" }, rows.length > 1 && `pp ${own}:`, names.map((name, i) => rows.some(row => row[i])
-      && key(tones[name], `${name in AXIS_TONES ? title(name) : name} ${bytes(rows[own][i])}`))));
+      && key(tones[name], `${title(name)} ${rows[own][i] ? bytes(rows[own][i]) : "0"}`))));
 }
 function drawCost() {
-  const rows = T.memory(V), old = before?.length === rows.length ? before : null, { gpu, capacity } = T.data;
-  drawBars("memory", "Memory of a rank", rows, PARTS, old?.map(sum), capacity);
+  const rows = T.memory(V), old = before?.length === rows.length ? before : null, { capacity } = T.data;
   // The largest part says why a layout does not fit, the largest change what the last change did.
   const names = Object.keys(PARTS), largest = numbers => numbers.indexOf(Math.max(...numbers));
-  const fullest = rows[largest(rows.map(sum))], top = largest(fullest), was = old?.[largest(old.map(sum))];
+  const pp = largest(rows.map(sum)), fullest = rows[pp], top = largest(fullest), was = old?.[largest(old.map(sum))];
+  drawBars("memory", "Memory of a rank", rows, pp, PARTS, old?.map(sum), capacity);
   const at = was && largest(fullest.map((n, i) => Math.abs(n - was[i]))), more = was && fullest[at] - was[at];
   $("memory").append(e("p", {}, e("b", {}, sum(fullest) > capacity ? "✗ More than " : "✓ Fits "),
-    `the ${bytes(capacity)} that may be planned of an ${gpu}. The largest part is ${names[top]}, ${bytes(fullest[top])}. `,
+    `the ${bytes(capacity)} that a plan may use of an H100 with 80 GB. The largest part of the fullest rank is ${names[top]}, ${bytes(fullest[top])}. `,
     more && `Your last change: ${names[at]} ${more < 0 ? "−" : "+"}${bytes(Math.abs(more))}.`));
   if (questions.cost) return put("sent", "");
-  drawBars("sent", "Bytes that a rank sends in a step", T.traffic(V).map(of => Object.keys(AXIS_TONES).map(axis => of[axis])), AXIS_TONES);
+  drawBars("sent", "Bytes that a rank sends in a step", T.traffic(V).map(of => Object.keys(AXIS_TONES).map(axis => of[axis])),
+    T.place(V, V.rank).pp, AXIS_TONES);
 }
 
 const any = choices => choices[Math.floor(Math.random() * choices.length)];
@@ -142,7 +148,7 @@ const QUESTIONS = {
     const weights = Object.keys(T.model(V).shapes).filter(name => T.has(V, V.rank, name, V.layer));
     if (!isLinked || !weights.includes(V.weight)) V.weight = any(weights.filter(name => name !== V.weight));
     const { sum: axis } = T.placed(V, V.weight), right = new Set(T.row(V, axis, V.rank).filter(rank => rank !== V.rank));
-    const reason = right.size ? `It is summed over ${axis}: ${list([...right])} ${right.size > 1 ? "have" : "has"} the same part, and saw other tokens.`
+    const reason = right.size ? `It is summed over ${title(axis)}: ${list([...right])} ${right.size > 1 ? "have" : "has"} the same part, and saw other tokens.`
       : "No rank has the same part and saw other tokens.";
     return { picked: new Set(), right, reason, ask: `Which ranks sum the gradient of ${V.weight} with rank ${V.rank}? Choose them.` };
   },
@@ -193,7 +199,9 @@ function draw() {
 // The address may come from anyone: what does not fit is left out.
 function begin() {
   const given = new URLSearchParams(location.hash.slice(1)), usual = { ...V };
-  for (const [key, value] of given) if (Object.hasOwn(V, key)) V[key] = typeof V[key] === "number" ? +value || 0 : value;
+  const number = text => Math.max(0, +text || 0), whole = text => Math.floor(number(text));
+  for (const [key, value] of given) if (Object.hasOwn(V, key))
+    V[key] = typeof V[key] === "string" ? value : key === "time" ? number(value) : whole(value);
   try { change(T.refusal(V) ? usual : {}); } catch { change(usual); }
   if (Object.hasOwn(QUESTIONS, given.get("ask"))) ask(given.get("ask"), true);
 }

@@ -15,13 +15,13 @@ from picotron_min.extensions.schedules.registry import SCHEDULES, plan_on_paper
 from picotron_min.extensions.schedules.simulator import peak_live
 from picotron_min.pipeline_messages import inputs_of
 from picotron_min.placement import part, placements
+from picotron_min.planner.choices import rule_problems
 from picotron_min.planner.links import ranks_of_axis
 from picotron_min.planner.memory import memory_of_ranks
 from picotron_min.planner.parameters import layers_of_ranks
 from picotron_min.planner.traffic import planned_traffic
 from picotron_min.report import explore_data as tables
 from picotron_min.report.explore import main
-from picotron_min.runtime.public_models import find_preset
 
 ROOT = Path(__file__).parents[2]
 PAGE, SCRIPT = ROOT / "docs/explore.html", ROOT / "picotron_min/report/explore_tables.js"
@@ -34,10 +34,12 @@ def random_case(of: random.Random) -> dict:
     while math.prod(L.values()) > tables.MOST_RANKS:
         L = {axis: of.choice(tables.SIZES) for axis in AXES[:4]}
     rank = of.randrange(math.prod(L.values()))
-    L |= {"model": of.choice([*tables.WORKLOADS]), "engine": of.choice([*SCHEDULES])}
+    L |= {"model": of.choice([*tables.MODELS]), "engine": of.choice([*SCHEDULES])}
     L |= {"m": of.choice(tables.SIZES), "zero": of.randrange(4), "sp": of.randrange(2)}
-    case = {"L": L, "rank": rank, "weight": of.choice([*tables.weights_of(L["model"])])}
-    return case | {"layer": of.randrange(find_preset(L["model"]).num_layers)}
+    config = tables.MODELS[L["model"]].model_config
+    weights = [*tables.weights_of(config.parameter_shapes())]
+    case = {"L": L, "rank": rank, "weight": of.choice(weights)}
+    return case | {"layer": of.randrange(config.num_layers)}
 
 
 def layout_in(L: dict):
@@ -48,9 +50,10 @@ def layout_in(L: dict):
 
 def computed_by_the_trainer(L: dict, rank: int, weight: str, layer: int) -> dict:
     name, layout = L["model"], layout_in(L)
-    config, (work, device) = find_preset(name), tables.WORKLOADS[name]
-    work, shapes = replace(work, num_micro_batches=L["m"]), config.parameter_shapes()
-    full = tables.weights_of(name)[weight].replace(".0.", f".{layer}.")
+    config, device = tables.MODELS[name].model_config, tables.MODELS[name].device
+    work = replace(tables.MODELS[name].work, num_micro_batches=L["m"])
+    shapes = config.parameter_shapes()
+    full = tables.weights_of(shapes)[weight].replace(".0.", f".{layer}.")
     of = placements(shapes, layout, tied=False)[full]
     rows = {axis: ranks_of_axis(layout, axis, rank) for axis in AXES}
     at = {axis: row.index(rank) for axis, row in rows.items()}
@@ -96,7 +99,7 @@ console.log(JSON.stringify(cases.map(({ L, rank, weight, layer }) => {
     sent: T.traffic(L, T.place(L, rank).tp).map(of => sent.map(axis => of[axis])),
     spans: each((a, pp) => [[pp, a.start, a.end, a.kind, a.i, a.chunk]]),
     messages: each((a, pp) => a.to ? [[pp, a.start, +a.to, a.used]] : []),
-    peaks: actions.map(of => Math.max(...of.map(a => a.kind === "F" && T.alive(L, of, a.start)))),
+    peaks: T.plan(L).live,
   };
 })));
 """
@@ -111,7 +114,8 @@ def test_the_script_finds_what_the_trainer_computes(number=60):
     done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True)
     fit = 0
     for case, found in zip(cases, json.loads(done.stdout), strict=True):
-        if why := tables.problems(case["L"]["model"], layout_in(case["L"])):
+        model = tables.MODELS[case["L"]["model"]]
+        if why := rule_problems(model, layout_in(case["L"]), model.work):
             assert found in why, case
             continue
         fit += 1
@@ -138,13 +142,12 @@ def test_the_committed_page_is_what_the_command_writes(tmp_path):
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-@pytest.mark.parametrize("dark", (False, True))
-def test_the_page_works_with_keys_in_a_narrow_window(dark, tmp_path):
+def test_the_page_works_with_keys_in_a_narrow_window(tmp_path):
     use = (ROOT / "tests/report/explore_page.js").read_text()
     page = tmp_path / "page.html"
     page.write_text(PAGE.read_text().replace("</body>", f"<script>{use}</script></body>"))
     options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
-    options += f" --window-size=500,6000 --blink-settings=preferredColorScheme={1 - dark}"
+    options += " --window-size=500,6000 --blink-settings=preferredColorScheme=1"
     options += f" --user-data-dir={tmp_path} --dump-dom file://{page}"
     done = subprocess.run([CHROMIUM, *options.split()], capture_output=True, text=True, timeout=60)
     assert re.search("<title>(.*?)</title>", done.stdout)[1] == "[]"

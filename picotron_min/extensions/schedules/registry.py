@@ -26,7 +26,7 @@ SCHEDULES = pipeline_schedule.SCHEDULES | {
     "zb_v": Schedule(
         zero_bubble.zb_v,
         lambda rank, p, m, v: min(2 * m, 2 * p, m + 1 + rank),
-        about="the same over two chunks in a V: bubble (p-1) / (6m + p-1) for m >= 2p - 1, live"
+        about="zb_h1 over two chunks in a V: bubble (p-1) / (6m + p-1) for m >= 2p - 1, live"
         " activations 2p, as much as 1f1b's first rank has",
         bubble=zero_bubble.bubble,
         place=zero_bubble.vee,
