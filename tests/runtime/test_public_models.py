@@ -8,7 +8,6 @@ import transformers
 
 from picotron_min.costs import parameter_count
 from picotron_min.extensions.settings import SIZES, ModelConfig
-from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.architectures import from_hf, to_hf, without_form
 from picotron_min.runtime.hugging_face import export_hf
 from picotron_min.runtime.public_models import PRESETS, find_preset, tokenizer_of
@@ -17,9 +16,7 @@ from picotron_min.runtime.wording import explained
 
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)
 WIDE = ModelConfig(97, 32, 56, 3, 4, 2, head_dim=16)
-NORMED, BIASED = WIDE.override(qk_norm=True), WIDE.override(qkv_bias=True)
-UNROTATED = WIDE.override(no_rope_layers=(1, 0, 1))
-
+BIASED, UNROTATED = WIDE.override(qkv_bias=True), WIDE.override(no_rope_layers=(1, 0, 1))
 
 # Parameters in millions as the models' own cards and papers state them, and the tokenizer's name.
 PUBLISHED = """
@@ -57,11 +54,9 @@ def test_presets_have_the_published_number_of_parameters_and_tokenizers():
 def test_rope_settings_are_read_in_the_old_and_the_new_spelling():
     model_config = PRESETS["meta-llama/Llama-3.2-1B"]
     old = to_hf(model_config)
-    assert old["rope_theta"] == 500_000.0 and old["rope_scaling"]["rope_type"] == "llama3"
     new = dict(old)
     new["rope_parameters"] = new.pop("rope_scaling") | {"rope_theta": new.pop("rope_theta")}
     assert from_hf(old) == from_hf(new) == model_config
-    assert from_hf(old | {"rope_scaling": None}) == model_config.override(rope_scaling=None)
     wrong = old | {"rope_scaling": old["rope_scaling"] | {"factor": 0.0}}
     with pytest.raises(ValueError, match=r"factor=0.0: must be greater"), explained("it"):
         from_hf(wrong)
@@ -79,32 +74,15 @@ def test_a_missing_number_is_the_one_that_transformers_takes():
 
 
 EXPERTS = BASE.override(num_local_experts=8, moe_intermediate_size=16)
-GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_experts_per_tok": 3}
-SIGMOID = EXPERTS.override(scoring_func="sigmoid", mlp_only_layers=(0,), n_shared_experts=2)
-SIGMOID = SIGMOID.override(**GROUPS)
-STRETCHED = to_hf(BASE.override(rope_scaling=RopeScaling(8.0)))
-FILES = {"llama": STRETCHED, "mixtral": to_hf(EXPERTS), "glm4_moe": to_hf(SIGMOID)}
-FILES |= {"qwen3": to_hf(NORMED), "qwen2": to_hf(BIASED), "smollm3": to_hf(UNROTATED)}
-
-MODELS = [
-    *PRESETS.values(),
-    EXPERTS.override(tie_word_embeddings=True, rope_scaling=RopeScaling(8.0)),
-    SIGMOID,
-    SIGMOID.override(norm_topk_prob=False, n_shared_experts=0, mlp_only_layers=()),
-    NORMED,
-    BIASED,
-    UNROTATED,
-]
+SIGMOID = EXPERTS.override(scoring_func="sigmoid")
+FILES = {"llama": to_hf(BASE), "mixtral": to_hf(EXPERTS), "glm4_moe": to_hf(SIGMOID)}
+FILES |= {"qwen2": to_hf(BIASED), "smollm3": to_hf(UNROTATED)}
 
 
-@pytest.mark.parametrize("model_config", MODELS)
-def test_every_model_survives_a_round_trip_through_transformers(model_config):
-    hf = to_hf(model_config)
-    there = transformers.AutoConfig.for_model(**hf)
-    assert type(there) is not transformers.PreTrainedConfig
-    if hf["model_type"] == "mixtral":  # which has no other MLPs
-        model_config = model_config.override(intermediate_size=model_config.moe_intermediate_size)
-    assert from_hf(hf) == from_hf(there.to_dict()) == model_config
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_a_round_trip_through_transformers(name):
+    there = transformers.AutoConfig.for_model(**to_hf(PRESETS[name]))
+    assert from_hf(there.to_dict()) == PRESETS[name]
 
 
 # What this model does not compute, or nobody: a file, a change in JSON, and words of the refusal.
