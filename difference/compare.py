@@ -28,7 +28,7 @@ OF_THE_NORM = 2e-11  # in which a small parameter may be counted wrongly
 ROWS = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"
 COLUMNS = "o_proj", "down_proj"
 # Of the core and the experts, whatever a table says; an extension may use names that end so.
-UNCUT = r"(input|post_attention)_layernorm|self_attn\.[qk]_norm|mlp\.(gate|shared_expert_gate)"
+UNCUT = r"(input|post_attention)_layernorm|mlp\.(gate|shared_expert_gate)"
 UNCUT = re.compile(rf"model\.norm|{LAYER}\.({UNCUT})")
 WHOLE = "positions", "tokens", "targets", "loss"  # on all tensor-parallel ranks
 Indices = list[Sequence[int]]  # for each dim of a whole tensor, those that a rank has

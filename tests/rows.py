@@ -26,6 +26,7 @@ SHAPES = MODELS | {
     "families": MODELS["grouped-query"].override(
         qk_norm=True, qkv_bias=True, no_rope_layers=(1, 0, 0) * 8
     ),
+    "post-norm": MODELS["grouped-query"].override(post_norm=True),
     "depths": MODELS["untied"].override(num_nextn_predict_layers=2),
     "softmax": EXPERTS,
     "gated": EXPERTS.override(

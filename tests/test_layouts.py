@@ -66,6 +66,9 @@ multi_token: pp=2 cp=2 m=3 engine=zb_h1 sharding=gradients mask model=depths
 multi_token: cp=2 tp=2 sp tp_overlap sharding=layerwise recompute=full model=depths
 optimizers: pp=2 tp=2 m=2 engine=zb_h1 recompute=selective packed muon model=tied
 optimizers: dp=2 tp=2 m=2 sp tp_overlap sharding=parameters recompute=selective muon
+post_norm: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=post-norm
+post_norm: pp=2 tp=2 sp tp_overlap engine=zb_v sharding=layerwise model=post-norm
+post_norm: dp=2 tp=2 sharding=parameters recompute=selective model=post-norm
 schedules: pp=2 tp=2 sp tp_overlap engine=zb_v model=grouped-query
 sharding: dp=2 cp=2 m=2 ulysses sharding=gradients recompute=full model=tied
 sharding: dp=2 pp=2 engine=zb_h1 sharding=parameters recompute=full model=grouped-query
@@ -94,6 +97,10 @@ precision: dp=2 m=2 sharding=optimizer fp8 layers=3 model=tied
 families: tp=4 overlap=false model=families num_key_value_heads=8
 families: tp=2 sp overlap=false model=families
 families: dp=2 offload=1 fp8 layers=3 model=families
+post_norm: tp=4 overlap=false model=post-norm num_key_value_heads=8
+post_norm: dp=2 offload=1 fp8 layers=3 model=post-norm qkv_bias
+post_norm: dp=2 tp=2 ep=2 etp=2 model=softmax post_norm
+post_norm: pp=2 tp=2 sp model=depths post_norm
 schedules: pp=4 m=2 engine=zb_v model=tied
 schedules: pp=4 m=6 engine=interleaved
 sharding: dp=4 sharding=optimizer vocab_size=3 layers=1

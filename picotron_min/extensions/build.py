@@ -79,6 +79,10 @@ def extensions_of(
         if family.is_used(model_config):
             module = import_module(f"picotron_min.extensions.{folder}.extension")
             chosen.append(getattr(module, family.extension)())
+    if model_config.post_norm:
+        from picotron_min.extensions.post_norm.extension import PostNorm
+
+        chosen.append(PostNorm(axes.tp))
     if model_config.num_local_experts:
         from picotron_min.extensions.experts.extension import Experts
 

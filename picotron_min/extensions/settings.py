@@ -15,6 +15,7 @@ from picotron_min.extensions.experts.mixture import Mixture as Mixture
 from picotron_min.extensions.experts.stages import split_unequal
 from picotron_min.extensions.multi_token import shape as multi_token
 from picotron_min.extensions.no_rope import shape as no_rope
+from picotron_min.extensions.post_norm import shape as post_norm
 from picotron_min.extensions.qk_norm import shape as qk_norm
 from picotron_min.extensions.qkv_bias import shape as qkv_bias
 from picotron_min.extensions.schedules.registry import SCHEDULES
@@ -32,6 +33,7 @@ LARGEST_BETA2 = 0.99  # of bfloat16 moments, and of momentum: see optimizers/ada
 # Kinds of models. A prediction layer comes first, since it has what the others give to a layer.
 FAMILIES = {"multi_token": multi_token.FAMILY, "experts": mixture.FAMILY}
 FAMILIES |= {"qk_norm": qk_norm.FAMILY, "qkv_bias": qkv_bias.FAMILY, "no_rope": no_rope.FAMILY}
+FAMILIES |= {"post_norm": post_norm.FAMILY}
 
 
 @dataclass(frozen=True)

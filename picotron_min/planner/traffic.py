@@ -140,11 +140,12 @@ class _Step:
         self._attention(m * attention)
         # Enter and leave, forward and backward. What backward repeats ends with the last input of a
         # linear: so the sum at the end of a sublayer is repeated only within a whole layer.
-        gathers, sums = m * (attention + 1), m * (whole + 1)
+        behind = self.config.post_norm  # norms, for which it is repeated always
+        gathers, sums = m * (attention + 1), m * ((attention if behind else whole) + 1)
         if not has_experts or self.config.n_shared_experts:
             gathers += m * (whole + 1)
             # Shared experts come before the others' last linear.
-            sums += m * (whole + 1 if has_experts else 2)
+            sums += m * (whole + 1 if has_experts or behind else 2)
         fp8 = self.work.in_fp8(layer, self.config.num_hidden_layers)
         self._boundary(gathers, 0, 1 if fp8 else self.narrow, overlap)
         self._boundary(0, sums, self.narrow, overlap)
@@ -158,6 +159,8 @@ class _Step:
         c, cp, tp = self.config, self.layout.cp, self.layout.tp
         heads, kv_heads = c.num_attention_heads // tp, c.num_key_value_heads // tp
         head = self.tokens * c.head_dim  # elements
+        if c.post_norm:  # squares of queries and keys, and their gradients: see post_norm/
+            self.sent.all_reduce("tp", self.wide * 2 * self.tokens, forwards + self.m)
         if self.layout.cp_engine == "ulysses":
             repeated = math.lcm(kv_heads, cp)
             for count in (heads, repeated, repeated, heads):  # q, k, v and the output

@@ -4,6 +4,7 @@ Layouts are in test_layouts.py, and files in runtime/test_public_models.py.
 """
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ KINDS = {
     "qk_norm": {"qk_norm": True},
     "qkv_bias": {"qkv_bias": True},
     "no_rope": {"no_rope_layers": (1, 0, 0, 1)},
+    "post_norm": {"post_norm": True},
 }
 SHAPES = {kind: SHAPE.override(**numbers) for kind, numbers in KINDS.items()}
 
@@ -29,7 +31,9 @@ SHAPES = {kind: SHAPE.override(**numbers) for kind, numbers in KINDS.items()}
 def llama_with(kind: str, config: ModelConfig) -> Llama:
     torch.manual_seed(0)
     module = import_module(f"picotron_min.extensions.{kind}.extension")
-    model, extension = Llama(config).double(), getattr(module, FAMILIES[kind].extension)()
+    of_run = {"post_norm": lambda: module.PostNorm(SimpleNamespace(size=1))}
+    make = of_run.get(kind) or getattr(module, FAMILIES[kind].extension)
+    model, extension = Llama(config).double(), make()
     extension.swap(model)
     model.to_empty(device="cpu")
     model.tie_weights()
@@ -71,6 +75,11 @@ def test_norms_start_at_one_and_biases_at_zero():
         weight = initial_weight(name, shape, 42, initial_std(name, 4))
         assert torch.equal(weight, torch.full(shape, 0.0 if "bias" in name else 1.0)), name
     assert len(vectors) == 4 * (2 + 3 + 2) + 1
+
+
+def test_norms_of_all_heads_and_of_each_are_not_combined():
+    with pytest.raises(ValueError, match="qk_norm of each: set one to false"):
+        SHAPE.override(post_norm=True, qk_norm=True)
 
 
 def test_layers_without_rotary_embedding_fit_the_model():

@@ -41,6 +41,7 @@ GRAPHS = """
 2 memory: m=2 recompute=selective dtype=bfloat16 model=grouped-query
 3 multi_token: dp=2 m=2 recompute=full sharding=parameters model=depths
 8+ experts: tp=2 sp tp_overlap ep=2 recompute=selective global_aux model=softmax
+8+ post_norm: tp=2 sp recompute=selective model=post-norm
 """
 
 

@@ -31,6 +31,8 @@ experts: dp=2 ep=2 num_experts_per_tok=8 model=softmax
 experts: dp=4 tp=2 ep=2 etp=2 allgather sharding=parameters recompute=full model=gated
 multi_token: dp=2 pp=2 tp=2 sp m=2 recompute=full dtype=bfloat16 model=depths
 multi_token: dp=2 pp=2 engine=zb_v m=4 sharding=parameters model=depths
+post_norm: tp=2 sp recompute=selective dtype=bfloat16 model=post-norm
+post_norm: tp=2 cp=2 pp=2 m=2 recompute=full model=post-norm
 schedules: pp=2 tp=2 sp engine=interleaved m=4 recompute=full layers=5 model=tied
 schedules: pp=2 tp=2 sp engine=zb_h1 m=4 recompute=full layers=5 model=tied
 schedules: dp=2 pp=2 engine=zb_v m=4 sharding=gradients layers=5 model=tied

@@ -33,6 +33,7 @@ MODELS = [
     (TIED, "pp=3 dp=2 dtype=bfloat16"),
     (TIED.override(qkv_bias=True), "tp=2 dp=2 sharding=parameters dtype=float32"),
     (LLAMA.override(no_rope_layers=(1, 0, 0)), "pp=3 dtype=bfloat16"),
+    (LLAMA.override(post_norm=True), "tp=2 sp pp=3 dtype=float32"),
     (EXPERTS.override(intermediate_size=16), "dp=2 ep=2 dtype=bfloat16"),
     (SIGMOID.override(norm_topk_prob=False, mlp_only_layers=(0, 1)), "pp=3 dtype=bfloat16"),
     (SIGMOID.override(rope_scaling=STRETCHED), "dp=2 tp=2 ep=2 etp=2 dtype=bfloat16"),

@@ -17,6 +17,7 @@ from picotron_min.runtime.wording import explained
 BASE = ModelConfig(97, 32, 56, 3, 4, 4)
 WIDE = ModelConfig(97, 32, 56, 3, 4, 2, head_dim=16)
 BIASED, UNROTATED = WIDE.override(qkv_bias=True), WIDE.override(no_rope_layers=(1, 0, 1))
+BEHIND = WIDE.override(post_norm=True)
 
 # Parameters in millions as the models' own cards and papers state them, and the tokenizer's name.
 PUBLISHED = """
@@ -35,6 +36,7 @@ Qwen3-0.6B                596.0      Qwen/Qwen3-0.6B
 Qwen2.5-0.5B-Instruct     494.0      Qwen/Qwen2.5-0.5B
 Qwen/Qwen2.5-1.5B         1543.7     Qwen/Qwen2.5-1.5B
 Qwen2.5-7B                7615.6     Qwen/Qwen2.5-7B
+OLMo-2-0425-1B            1484.9     allenai/OLMo-2-0425-1B
 SmolLM3-3B                3075.1     HuggingFaceTB/SmolLM3-3B
 Mixtral-8x7B-v0.1         46702.8    mistralai/Mixtral-8x7B-v0.1
 Mixtral-8x22B-v0.1        140620.6   mistralai/Mixtral-8x22B-v0.1
@@ -76,7 +78,7 @@ def test_a_missing_number_is_the_one_that_transformers_takes():
 EXPERTS = BASE.override(num_local_experts=8, moe_intermediate_size=16)
 SIGMOID = EXPERTS.override(scoring_func="sigmoid")
 FILES = {"llama": to_hf(BASE), "mixtral": to_hf(EXPERTS), "glm4_moe": to_hf(SIGMOID)}
-FILES |= {"qwen2": to_hf(BIASED), "smollm3": to_hf(UNROTATED)}
+FILES |= {"qwen2": to_hf(BIASED), "smollm3": to_hf(UNROTATED), "olmo2": to_hf(BEHIND)}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -113,7 +115,7 @@ def test_a_model_that_would_be_computed_differently_is_refused(row):
 
 
 def test_published_files_leave_out_what_follows_from_other_numbers():
-    for name in ("qwen2", "smollm3"):
+    for name in ("qwen2", "smollm3", "olmo2"):
         hf = {key: value for key, value in FILES[name].items() if key != "head_dim"}
         assert from_hf(hf).head_dim == WIDE.hidden_size // WIDE.num_attention_heads
     hf = {key: value for key, value in FILES["smollm3"].items() if key != "no_rope_layers"}
