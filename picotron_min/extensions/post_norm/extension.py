@@ -16,33 +16,25 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from picotron_min.collectives import Axis, Conjugate, all_reduce
+from picotron_min.collectives import Axis
 from picotron_min.extension import Extension
 from picotron_min.loss import linear_dtype, wide
 from picotron_min.model import Llama, RMSNorm, SelfAttention
 from picotron_min.placement import Table
-
-
-class PartNorm(RMSNorm):
-    """An RMSNorm of x [B, S, N], of which a rank has a part; squares [B, S, 1] are of all."""
-
-    def forward(self, x: Tensor, squares: Tensor) -> Tensor:
-        mean = squares / self.normalized_shape[0]  # N
-        return (x * (mean + self.eps).rsqrt() * self.weight).to(linear_dtype(x))
+from picotron_min.tensor_parallel import Ends
 
 
 class PostNorm(Extension):
     def __init__(self, tp: Axis) -> None:
-        self.total = _sum_over(tp)
+        self.ends = Ends(tp, sequence_parallel=False) if tp.size > 1 else None
 
     def swap(self, model: Llama) -> None:
-        c, eps = model.config, model.config.rms_norm_eps
         for layer in model.model.layers.values():
             attention, norm = layer.self_attn, layer.post_attention_layernorm
-            kind = {"device": "meta", "dtype": norm.weight.dtype}
-            attention.q_norm = PartNorm(c.num_attention_heads * c.head_dim, eps, **kind)
-            attention.k_norm = PartNorm(c.num_key_value_heads * c.head_dim, eps, **kind)
-            layer.post_feedforward_layernorm = RMSNorm(c.hidden_size, eps, **kind)
+            kind = {"eps": norm.eps, "device": "meta", "dtype": norm.weight.dtype}
+            attention.q_norm = RMSNorm(attention.q_proj.out_features, **kind)
+            attention.k_norm = RMSNorm(attention.k_proj.out_features, **kind)
+            layer.post_feedforward_layernorm = RMSNorm(norm.normalized_shape, **kind)
             layer.input_layernorm = nn.Identity()
 
     def connect(self, model: Llama, table: Table) -> None:
@@ -54,24 +46,23 @@ class PostNorm(Extension):
             # A layer calls these in front of its sublayers, which multiply in this dtype.
             layer.input_layernorm.forward = norm.forward = lambda x: x.to(linear_dtype(x))
 
-
-def _sum_over(axis: Axis) -> Callable[[Tensor], Tensor]:
-    if axis.size == 1:
-        return lambda x: x
-
-    def total(x: Tensor) -> Tensor:
-        return all_reduce(x.contiguous(), axis)
-
-    # Every rank uses the sum: so its gradient is a sum over the ranks, too.
-    return torch.compiler.disable(partial(Conjugate.apply, total, total))
+    def total(self, squares: Tensor) -> Tensor:
+        """The sum over all ranks. Each of them uses it: so its gradient is summed, too."""
+        return self.ends.enter(self.ends.leave(squares)) if self.ends else squares
 
 
 def _normed(attention: SelfAttention, project: Callable, total: Callable, x: Tensor) -> tuple:
     q, k, v = project(x)  # this rank's heads
-    q, k = wide(q), wide(k)  # once: backward keeps them
+    q, k = wide(q), wide(k)
     squares = torch.stack([y.square().sum(-1, keepdim=True) for y in (q, k)])
     of_q, of_k = total(squares)  # [B, S, 1]
-    return attention.q_norm(q, of_q), attention.k_norm(k, of_k), v
+    q = _divided(q, of_q, attention.q_norm)
+    return q.to(v.dtype), _divided(k, of_k, attention.k_norm).to(v.dtype), v
+
+
+def _divided(x: Tensor, squares: Tensor, norm: RMSNorm) -> Tensor:
+    mean = squares / norm.normalized_shape[0]  # the numbers of all heads
+    return x * (mean + norm.eps).rsqrt() * norm.weight
 
 
 def _put_behind(sublayer: nn.Module, norm: RMSNorm) -> None:
