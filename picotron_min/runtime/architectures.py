@@ -157,10 +157,14 @@ def _differences(name: str, c: ModelConfig) -> list[str]:
         theirs = _model(name, hf | (hf["rope_scaling"] or {"rope_type": "default"}))
     except ValueError as error:
         return [str(error)]
-    values = {key: value for key, value in vars(theirs).items() if key not in UNUSED}
+    values = {key: value for key, value in numbers_of(theirs).items() if key not in UNUSED}
     other = [f"{key}={shown(value)}" for key, value in values.items() if value != getattr(c, key)]
     unlike = {*all_shapes(c).items()} ^ {*all_shapes(theirs).items()}
     return other or [f"another {tensor}" for tensor, _ in sorted(unlike)[:1]]
+
+
+def numbers_of(model_config: ModelConfig) -> dict[str, object]:
+    return {field.name: getattr(model_config, field.name) for field in fields(model_config)}
 
 
 def all_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from picotron_min.runtime.architectures import (
     UNUSED,
     all_shapes,
     from_hf,
+    numbers_of,
     our_name,
     their_name,
     to_hf,
@@ -54,8 +55,8 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     shapes, repeats = all_shapes(model_config), model_config.tie_word_embeddings and HEAD in found
     shapes |= {HEAD: shapes[EMBEDDING]} if repeats else {}
     of_files = {name: _form(tensor) for name, tensor in found.items()}
-    numbers = vars(model_config), vars(_their_config(folder))  # they explain most
-    lines = []
+    numbers = numbers_of(model_config), numbers_of(_their_config(folder))
+    lines = []  # numbers explain most
     for ours, theirs in (numbers, (shapes, of_files)):
         for key in sorted((ours | theirs).keys() - given - MAY_DIFFER):
             here, there = ours.get(key, "absent"), theirs.get(key, "absent")

@@ -86,6 +86,10 @@ def test_layers_without_rotary_embedding_fit_the_model():
     assert SHAPES["no_rope"].rope_free == {1, 2}
     assert SHAPE.override(no_rope_layers=(1,) * 4) == SHAPE
     assert SHAPE.override(no_rope_layers=[0, 1] * 5).no_rope_layers == (0, 1, 0, 1)
+    last = SHAPE.override(no_rope_layers=(1, 1, 1, 0))
+    fewer = last.override(num_hidden_layers=3)
+    assert fewer == SHAPE.override(num_hidden_layers=3)
+    assert fewer.override(num_hidden_layers=4) == last
     with pytest.raises(
         ValueError, match="no_rope_layers has 3 numbers for 4 layers in all: give one"
     ):

@@ -18,9 +18,14 @@ class RopeFree(ModelConfig):
             raise ValueError(f"{why}: give one for each, or [] for rotary embedding in all")
         if wrong := {*given} - {0, 1}:
             raise ValueError(f"no_rope_layers has {min(wrong)}: use 1 for rotary embedding, else 0")
+        object.__setattr__(self, "_given", given)  # the class is frozen
         given = given[:layers]  # of a published model, of which a run has the first layers
-        # Models that compute the same are equal; the class is frozen.
+        # Models that compute the same are equal.
         object.__setattr__(self, "no_rope_layers", given if 0 in given else ())
+
+    def override(self, **changes) -> "RopeFree":
+        # With fewer layers and with more again it is the same model.
+        return super().override(**{"no_rope_layers": self._given} | changes)
 
     @property
     def rope_free(self) -> set[int]:
@@ -37,7 +42,7 @@ SMOLLM3 = {
 FAMILY = Family(
     RopeFree,
     extension="NoRope",
-    is_used=lambda c: bool(c.rope_free),
+    modules={},
     architectures={"smollm3": SMOLLM3},
     presets={
         "HuggingFaceTB/SmolLM3-3B": {
