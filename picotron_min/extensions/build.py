@@ -76,7 +76,7 @@ def extensions_of(
 
         chosen.append(Precision(workload, device))
     for folder, family in FAMILIES.items():
-        if family.is_used(model_config):
+        if family.extension and family.is_used(model_config):
             module = import_module(f"picotron_min.extensions.{folder}.extension")
             chosen.append(getattr(module, family.extension)())
     if model_config.post_norm:

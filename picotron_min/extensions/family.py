@@ -1,9 +1,9 @@
 """Family: what the project must know of a kind of model, in the shape.py of its folder.
 
-    shape, rows       numbers, parameters and their places: so it is built, cut, summed and saved
-    architectures     what transformers calls it: so it is read and exported
-    modules, normed   what they keep for backward: so its memory is planned
-    tiny, kind        a small model of it: so it is compared with one process
+    shape, rows, extension   numbers, parameters, their places and modules: so it is trained
+    modules                  what they keep for backward: so its memory is planned
+    architectures            what transformers calls it: so it is read and exported
+    tiny, kind               a small model of it: so it is compared with one process
 
 The lists in other folders are made from `settings.FAMILIES`. Standard library only.
 """
@@ -17,15 +17,15 @@ from picotron_min.placement import Table
 
 
 class Family(NamedTuple):
-    """Whatever is left out does not exist: there are no parameters, no published models, ..."""
+    """Three are always given. What is left out does not exist: no published models, ..."""
 
     shape: type[ModelConfig]  # its numbers, each with a type; names and shapes of its parameters
+    # Its class, in the folder's extension.py; None: build.py makes it from a run's settings.
+    extension: str | None
+    # The last part of its modules' names. Of a norm: the number of heads that it reads, by name;
+    # None: it keeps nothing for backward that the planner's formulas have not.
+    modules: Mapping[str, str | None]
     rows: Callable[..., Table] = lambda shapes, table, num_layers, layout: {}  # see placement.Rule
-    modules: tuple[str, ...] = ()  # the last part of the names of those parameters' modules
-    normed: Callable[[ModelConfig], int] = lambda c: 0  # numbers per token that its norms read
-    # Its class, in the folder's extension.py, unless build.py makes it from a run's settings.
-    extension: str | None = None
-    is_used: Callable[[ModelConfig], bool] = lambda c: False  # whether a model needs that class
     architectures: Mapping[str, dict] = {}  # rows of runtime/architectures.py
     presets: Mapping[str, dict] = {}  # numbers of published models by their ids on the hub
     # Numbers of a small model of so many layers, in which each kind of layer is, at places that
@@ -33,3 +33,8 @@ class Family(NamedTuple):
     tiny: Callable[[ModelConfig, Layout, int], dict] = lambda c, layout, num_layers: {}
     # What a layer is, where the names of its parameters do not show it.
     kind: Callable[[ModelConfig, int], object] = lambda c, layer: None
+
+    def is_used(self, c: ModelConfig) -> bool:
+        """Whether one of its numbers is not the default."""
+        own = self.shape.__annotations__
+        return any(getattr(c, name) != getattr(self.shape, name) for name in own)

@@ -60,7 +60,8 @@ def saved_per_token(
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         repeats = device != "cpu" and dtype == "float32" and layout.cp == 1
         kept = narrow * 2 * D * (heads + (heads if repeats else kv_heads))
-        kept += fp8 * D * heads + n * wide * sum(f.normed(c) for f in FAMILIES.values())
+        normed = [OF_FAMILIES.get(name.split(".")[-1]) for name in c.attention_shapes()]
+        kept += fp8 * D * heads + n * wide * D * sum(getattr(c, of) for of in normed if of)
         attention = _factor(dtype, fp8) * E + kept / tp
     if c.has_experts(layer):
         mlp = _saved_by_experts(c, dtype, layout, fp8, rows)
@@ -104,8 +105,8 @@ def norms_keep(device: str) -> int:
     return 2 if device == "cpu" else 1
 
 
-KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm"}
-KNOWN |= {module for family in FAMILIES.values() for module in family.modules}
+OF_FAMILIES = {k: v for family in FAMILIES.values() for k, v in family.modules.items()}
+KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm", *OF_FAMILIES}
 
 
 @lru_cache(maxsize=64)

@@ -161,4 +161,5 @@ def _tiny(c: Mixture, layout: Layout, num_layers: int) -> dict[str, object]:
     }
 
 
-FAMILY = Family(Mixture, expert_rows, modules=("gate", "shared_expert_gate"), tiny=_tiny)
+MODULES = dict.fromkeys(("gate", "shared_expert_gate"))
+FAMILY = Family(Mixture, extension=None, modules=MODULES, rows=expert_rows, tiny=_tiny)

@@ -57,4 +57,5 @@ def depth_rows(
     return rows
 
 
-FAMILY = Family(Depths, depth_rows, modules=("enorm", "hnorm", "eh_proj", "norm"))
+MODULES = "enorm", "hnorm", "eh_proj", "norm"
+FAMILY = Family(Depths, extension=None, modules=dict.fromkeys(MODULES), rows=depth_rows)

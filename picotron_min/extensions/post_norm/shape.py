@@ -48,9 +48,13 @@ OLMO2 = {
 }
 FAMILY = Family(
     PostNorms,
-    norm_rows,
-    modules=("q_norm", "k_norm", BEHIND_MLP),
-    normed=lambda c: c.post_norm * c.head_dim * (c.num_attention_heads + c.num_key_value_heads),
+    extension=None,
+    modules={
+        "q_norm": "num_attention_heads",
+        "k_norm": "num_key_value_heads",
+        BEHIND_MLP: None,  # a layer has two norms, as any
+    },
+    rows=norm_rows,
     architectures={"olmo2": OLMO2},
     presets={
         "allenai/OLMo-2-0425-1B": {

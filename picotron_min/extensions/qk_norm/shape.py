@@ -28,10 +28,6 @@ def norm_rows(
     return {name: row for name in shapes if name.removesuffix(".weight").endswith(NAMES)}
 
 
-def _normed(c: QkNorms) -> int:
-    return c.head_dim * (c.num_attention_heads + c.num_key_value_heads) if c.qk_norm else 0
-
-
 QWEN3 = {
     "class_name": "Qwen3ForCausalLM",
     "fixed": {"attention_bias": False, "use_sliding_window": False},
@@ -39,11 +35,9 @@ QWEN3 = {
 }
 FAMILY = Family(
     QkNorms,
-    norm_rows,
-    modules=("q_norm", "k_norm"),
-    normed=_normed,
     extension="QkNorm",
-    is_used=lambda c: c.qk_norm,
+    modules={"q_norm": "num_attention_heads", "k_norm": "num_key_value_heads"},
+    rows=norm_rows,
     architectures={"qwen3": QWEN3},
     presets={
         "Qwen/Qwen3-0.6B": {

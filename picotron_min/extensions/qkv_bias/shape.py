@@ -49,10 +49,9 @@ def _qwen(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_
 
 FAMILY = Family(
     QkvBiases,
-    bias_rows,
-    modules=("q_bias", "k_bias", "v_bias"),
     extension="QkvBias",
-    is_used=lambda c: c.qkv_bias,
+    modules=dict.fromkeys(("q_bias", "k_bias", "v_bias")),
+    rows=bias_rows,
     architectures={"qwen2": QWEN2},
     presets={
         "Qwen/Qwen2.5-0.5B": _qwen(151_936, 896, 4864, 24, 14, 2, True),
