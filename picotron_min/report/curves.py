@@ -24,7 +24,6 @@ UNITS = {
     "mfu_common": "share of the peak",
     "watts": "W, mean of what is measured",
     "load_imbalance": "fullest expert / mean",
-    "cp_imbalance": "busiest rank / mean",
 }
 
 

@@ -96,9 +96,7 @@ class Reporter(ExitStack):
         if config.recipe.count_zeros:
             measures["num_zeros_in_grad"] = int(result.num_zeros)
         if config.dataset.document_mask and self.run_log:  # for what this rank writes
-            attended, layout = batches.attended_length(step - 1), config.layout
-            if layout.cp > 1 and layout.cp_engine == "ring":
-                measures["cp_imbalance"] = batches.ring_imbalance(step - 1, layout.cp)
+            attended = batches.attended_length(step - 1)
         speed = batches.tokens_per_step / seconds
         of = self.inputs.model_config, config.workload, self.inputs.device, self.peak, speed
         record = StepRecord(

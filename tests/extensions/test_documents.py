@@ -55,14 +55,6 @@ def test_the_rectangles_of_all_ranks_have_each_visible_pair_once(size, seed):
     np.testing.assert_array_equal(seen, visible)
 
 
-def test_the_imbalance_of_a_ring_is_the_busiest_rank_to_the_mean():
-    # Two ranks, pieces of 4: documents of 5, 2 and 9 tokens have 15 + 3 + 45 pairs. Rank 0 has two
-    # squares of 10, and the last four queries see the five tokens before: 40. Rank 1 has the rest.
-    # The other row has 68 for each.
-    batches = make_batches([5, 2, 9, 16, 1], S=16, B=2)
-    assert batches.ring_imbalance(0, 2) == pytest.approx((40 + 68) / 99.5)
-
-
 def test_attention_costs_as_in_rows_of_the_documents_own_lengths():
     # Rows of 7 tokens: 2 cp need not divide them where there is no ring.
     batches = make_batches([5, 2, 7, 1], S=7, B=2)

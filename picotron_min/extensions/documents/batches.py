@@ -42,15 +42,3 @@ class DocumentBatches(Batches):
         starts = self._starts(step, range(self.global_batch))
         lengths = np.concatenate([self._lengths(start, self.seq_length) for start in starts])
         return (lengths.astype(float) ** 2).sum() / lengths.sum()
-
-    def ring_imbalance(self, step: int, size: int) -> float:
-        """Work of a ring's busiest rank to the mean, averaged over the step's micro-batches.
-
-        It follows from the lengths, which every rank knows: no message.
-        """
-        starts = self._starts(step, range(self.global_batch))
-        keys = self._inside(starts, self.seq_length) + 1  # that each query sees
-        pieces = keys.reshape(-1, self.micro_batch_size, 2 * size, self.seq_length // (2 * size))
-        pieces = pieces.sum((1, 3))
-        ranks = (pieces + pieces[:, ::-1])[:, :size]  # zigzag: piece r and 2 size - 1 - r
-        return (ranks.max(1) / ranks.mean(1)).mean()
