@@ -27,7 +27,7 @@ class Family(NamedTuple):
     modules: Mapping[str, str | None]
     rows: Callable[..., Table] = lambda shapes, table, num_layers, layout: {}  # see placement.Rule
     architectures: Mapping[str, dict] = {}  # rows of runtime/architectures.py
-    presets: Mapping[str, dict] = {}  # numbers of published models by their ids on the hub
+    presets: Mapping[str, ModelConfig] = {}  # published models by their ids on the hub
     # Numbers of a small model of so many layers, in which each kind of layer is, at places that
     # are not the same in two pipeline stages.
     tiny: Callable[[ModelConfig, Layout, int], dict] = lambda c, layout, num_layers: {}

@@ -41,6 +41,11 @@ class ModelConfig(*(family.shape for family in FAMILIES.values())):
     """The shape of a model. ValueError if its numbers contradict each other."""
 
 
+def numbers_of(model_config: ModelConfig) -> dict[str, object]:
+    """Its fields by name."""
+    return {field.name: getattr(model_config, field.name) for field in fields(model_config)}
+
+
 SIZES = tuple(field.name for field in fields(ModelConfig) if field.default is MISSING)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from picotron_min.extensions.settings import FAMILIES, SIZES, ModelConfig
+from picotron_min.extensions.settings import FAMILIES, SIZES, ModelConfig, numbers_of
 from picotron_min.model_config import RopeScaling
 from picotron_min.runtime.config import Numbers, RopeNumbers
 from picotron_min.runtime.wording import choice, shown
@@ -161,10 +161,6 @@ def _differences(name: str, c: ModelConfig) -> list[str]:
     other = [f"{key}={shown(value)}" for key, value in values.items() if value != getattr(c, key)]
     unlike = {*all_shapes(c).items()} ^ {*all_shapes(theirs).items()}
     return other or [f"another {tensor}" for tensor, _ in sorted(unlike)[:1]]
-
-
-def numbers_of(model_config: ModelConfig) -> dict[str, object]:
-    return {field.name: getattr(model_config, field.name) for field in fields(model_config)}
 
 
 def all_shapes(model_config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -9,12 +9,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from picotron_min.checkpoint import load, save
-from picotron_min.extensions.settings import ModelConfig
+from picotron_min.extensions.settings import ModelConfig, numbers_of
 from picotron_min.runtime.architectures import (
     UNUSED,
     all_shapes,
     from_hf,
-    numbers_of,
     our_name,
     their_name,
     to_hf,

@@ -2,7 +2,7 @@
 
 import re
 
-from picotron_min.extensions.settings import FAMILIES, ModelConfig
+from picotron_min.extensions.settings import FAMILIES, ModelConfig, numbers_of
 from picotron_min.model_config import RopeScaling
 
 _smol, _llama_2 = {"tie_word_embeddings": True}, {"max_position_embeddings": 4096}
@@ -30,7 +30,7 @@ PRESETS = {
     "mistralai/Mixtral-8x22B-v0.1": ModelConfig(32_000, 6144, 16_384, 56, 48, 8, **_mixtral_22b),
 }
 OF_FAMILIES = [preset for family in FAMILIES.values() for preset in family.presets.items()]
-PRESETS |= {name: ModelConfig(**numbers) for name, numbers in OF_FAMILIES}
+PRESETS |= {name: ModelConfig(**numbers_of(preset)) for name, preset in OF_FAMILIES}
 
 
 def preset_name(name: str) -> str | None:

@@ -45,19 +45,14 @@ FAMILY = Family(
     modules={},
     architectures={"smollm3": SMOLLM3},
     presets={
-        "HuggingFaceTB/SmolLM3-3B": {
-            "vocab_size": 128_256,
-            "hidden_size": 2048,
-            "intermediate_size": 11_008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "rope_theta": 5e6,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 65_536,
-            "no_rope_layers": (1, 1, 1, 0) * 9,
-        }
+        "HuggingFaceTB/SmolLM3-3B": RopeFree(
+            *(128_256, 2048, 11_008, 36, 16, 4),
+            rope_theta=5e6,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            max_position_embeddings=65_536,
+            no_rope_layers=(1, 1, 1, 0) * 9,
+        )
     },
     tiny=lambda c, layout, n: {"no_rope_layers": ((1, 0, 0) * n)[:n] if c.rope_free else ()},
     kind=lambda c, layer: layer in c.rope_free,

@@ -57,17 +57,12 @@ FAMILY = Family(
     rows=norm_rows,
     architectures={"olmo2": OLMO2},
     presets={
-        "allenai/OLMo-2-0425-1B": {
-            "vocab_size": 100_352,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "post_norm": True,
-            "rope_theta": 5e5,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 4096,
-        }
+        "allenai/OLMo-2-0425-1B": PostNorms(
+            *(100_352, 2048, 8192, 16, 16, 16),
+            post_norm=True,
+            rope_theta=5e5,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=4096,
+        )
     },
 )

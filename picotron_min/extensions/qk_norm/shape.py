@@ -40,19 +40,14 @@ FAMILY = Family(
     rows=norm_rows,
     architectures={"qwen3": QWEN3},
     presets={
-        "Qwen/Qwen3-0.6B": {
-            "vocab_size": 151_936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "qk_norm": True,
-            "rope_theta": 1e6,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 40_960,
-        }
+        "Qwen/Qwen3-0.6B": QkNorms(
+            *(151_936, 1024, 3072, 28, 16, 8),
+            head_dim=128,
+            qk_norm=True,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            max_position_embeddings=40_960,
+        )
     },
 )

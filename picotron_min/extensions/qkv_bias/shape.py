@@ -39,14 +39,9 @@ QWEN2 = {
 }
 
 
-def _qwen(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied):
-    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner}
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-    sizes |= {"num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "qkv_bias": True}
-    longest = 32_768 if tied else 131_072
-    return sizes | {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": longest}
-
-
+_qwen = {"qkv_bias": True, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_small = _qwen | {"tie_word_embeddings": True, "max_position_embeddings": 32_768}
+_large = _qwen | {"max_position_embeddings": 131_072}
 FAMILY = Family(
     QkvBiases,
     extension="QkvBias",
@@ -54,8 +49,8 @@ FAMILY = Family(
     rows=bias_rows,
     architectures={"qwen2": QWEN2},
     presets={
-        "Qwen/Qwen2.5-0.5B": _qwen(151_936, 896, 4864, 24, 14, 2, True),
-        "Qwen/Qwen2.5-1.5B": _qwen(151_936, 1536, 8960, 28, 12, 2, True),
-        "Qwen/Qwen2.5-7B": _qwen(152_064, 3584, 18_944, 28, 28, 4, False),
+        "Qwen/Qwen2.5-0.5B": QkvBiases(151_936, 896, 4864, 24, 14, 2, **_small),
+        "Qwen/Qwen2.5-1.5B": QkvBiases(151_936, 1536, 8960, 28, 12, 2, **_small),
+        "Qwen/Qwen2.5-7B": QkvBiases(152_064, 3584, 18_944, 28, 28, 4, **_large),
     },
 )
