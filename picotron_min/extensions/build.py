@@ -79,10 +79,6 @@ def extensions_of(
         if family.extension and family.is_used(model_config):
             module = import_module(f"picotron_min.extensions.{folder}.extension")
             chosen.append(getattr(module, family.extension)())
-    if model_config.post_norm:
-        from picotron_min.extensions.post_norm.extension import PostNorm
-
-        chosen.append(PostNorm(axes.tp))
     if model_config.num_local_experts:
         from picotron_min.extensions.experts.extension import Experts
 
@@ -92,6 +88,10 @@ def extensions_of(
         from picotron_min.extensions.memory.extension import SavedMemory
 
         chosen.append(SavedMemory(workload, device, paused))
+    if model_config.post_norm:
+        from picotron_min.extensions.post_norm.extension import PostNorm
+
+        chosen.append(PostNorm(axes.tp))
     if layout.sharding != "none":
         from picotron_min.extensions.sharding.extension import Sharding
 

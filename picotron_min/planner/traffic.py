@@ -140,12 +140,11 @@ class _Step:
         self._attention(m * attention)
         # Enter and leave, forward and backward. What backward repeats ends with the last input of a
         # linear: so the sum at the end of a sublayer is repeated only within a whole layer.
-        behind = self.config.post_norm  # norms, for which it is repeated always
-        gathers, sums = m * (attention + 1), m * ((attention if behind else whole) + 1)
+        gathers, sums = m * (attention + 1), m * (whole + 1)
         if not has_experts or self.config.n_shared_experts:
             gathers += m * (whole + 1)
-            # Shared experts come before the others' last linear.
-            sums += m * (whole + 1 if has_experts or behind else 2)
+            # Shared experts come before the others' last linear, and a norm behind keeps the sum.
+            sums += m * (whole + 1 if has_experts or self.config.post_norm else 2)
         fp8 = self.work.in_fp8(layer, self.config.num_hidden_layers)
         self._boundary(gathers, 0, 1 if fp8 else self.narrow, overlap)
         self._boundary(0, sums, self.narrow, overlap)

@@ -40,6 +40,7 @@ def llama_with(kind: str, config: ModelConfig) -> Llama:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.1, std=0.2)
     extension.connect(model, {})
+    extension.wrap(model)
     return model
 
 

@@ -39,9 +39,14 @@ class PostNorm(Extension):
 
     def connect(self, model: Llama, table: Table) -> None:
         for layer in model.model.layers.values():
-            attention, norm = layer.self_attn, layer.post_attention_layernorm
+            attention = layer.self_attn
             attention.project = partial(_normed, attention, attention.project, self.total)
-            _put_behind(attention, norm)
+
+    def wrap(self, model: Llama) -> None:
+        """After a sublayer's recomputation, which would repeat its last message for the norm."""
+        for layer in model.model.layers.values():
+            norm = layer.post_attention_layernorm
+            _put_behind(layer.self_attn, norm)
             _put_behind(layer.mlp, layer.post_feedforward_layernorm)
             # A layer calls these in front of its sublayers, which multiply in this dtype.
             layer.input_layernorm.forward = norm.forward = lambda x: x.to(linear_dtype(x))
