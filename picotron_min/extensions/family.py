@@ -17,14 +17,14 @@ from picotron_min.placement import Table
 
 
 class Family(NamedTuple):
-    """Three are always given. What is left out does not exist: no published models, ..."""
+    """Two are always given. What is left out does not exist: no published models, ..."""
 
     shape: type[ModelConfig]  # its numbers, each with a type; names and shapes of its parameters
     # Its class, in the folder's extension.py; None: build.py makes it from a run's settings.
     extension: str | None
-    # The last part of its modules' names. Of a norm: the number of heads that it reads, by name;
-    # None: it keeps nothing for backward that the planner's formulas have not.
-    modules: Mapping[str, str | None]
+    # The last part of the names of its parameters' modules. The formulas of planner/activations.py
+    # have what these keep for backward; queries and keys that have norms among it.
+    modules: tuple[str, ...] = ()
     rows: Callable[..., Table] = lambda shapes, table, num_layers, layout: {}  # see placement.Rule
     architectures: Mapping[str, dict] = {}  # rows of runtime/architectures.py
     presets: Mapping[str, ModelConfig] = {}  # published models by their ids on the hub

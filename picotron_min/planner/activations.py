@@ -60,8 +60,8 @@ def saved_per_token(
         heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
         repeats = device != "cpu" and dtype == "float32" and layout.cp == 1
         kept = narrow * 2 * D * (heads + (heads if repeats else kv_heads))
-        normed = [OF_FAMILIES.get(name.split(".")[-1]) for name in c.attention_shapes()]
-        kept += fp8 * D * heads + n * wide * D * sum(getattr(c, of) for of in normed if of)
+        normed = "self_attn.q_norm" in c.attention_shapes()
+        kept += fp8 * D * heads + normed * n * wide * D * (heads + kv_heads)
         attention = _factor(dtype, fp8) * E + kept / tp
     if c.has_experts(layer):
         mlp = _saved_by_experts(c, dtype, layout, fp8, rows)
@@ -105,8 +105,8 @@ def norms_keep(device: str) -> int:
     return 2 if device == "cpu" else 1
 
 
-OF_FAMILIES = {k: v for family in FAMILIES.values() for k, v in family.modules.items()}
-KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm", *OF_FAMILIES}
+KNOWN = {*HIDDEN, "input_layernorm", "post_attention_layernorm"}
+KNOWN |= {module for family in FAMILIES.values() for module in family.modules}
 
 
 @lru_cache(maxsize=64)
@@ -116,7 +116,8 @@ def _refuse_unknown(c: ModelConfig) -> None:
     for name in chain(c.attention_shapes(), *map(c.mlp_shapes, kinds.values())):
         if (module := name.split(".")[-1]) not in KNOWN:
             why = f"what {name} keeps for backward is not planned"
-            raise ValueError(f"{why}: add {module!r} to the modules of its Family")
+            remedy = f"count it in saved_per_token, and add {module!r} to the modules of its Family"
+            raise ValueError(f"{why}: {remedy}")
 
 
 def _factor(dtype: str, fp8: bool) -> int:

@@ -161,5 +161,4 @@ def _tiny(c: Mixture, layout: Layout, num_layers: int) -> dict[str, object]:
     }
 
 
-MODULES = dict.fromkeys(("gate", "shared_expert_gate"))
-FAMILY = Family(Mixture, extension=None, modules=MODULES, rows=expert_rows, tiny=_tiny)
+FAMILY = Family(Mixture, None, ("gate", "shared_expert_gate"), expert_rows, tiny=_tiny)

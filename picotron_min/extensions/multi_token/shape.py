@@ -57,5 +57,4 @@ def depth_rows(
     return rows
 
 
-MODULES = "enorm", "hnorm", "eh_proj", "norm"
-FAMILY = Family(Depths, extension=None, modules=dict.fromkeys(MODULES), rows=depth_rows)
+FAMILY = Family(Depths, None, ("enorm", "hnorm", "eh_proj", "norm"), depth_rows)

@@ -42,7 +42,6 @@ SMOLLM3 = {
 FAMILY = Family(
     RopeFree,
     extension="NoRope",
-    modules={},
     architectures={"smollm3": SMOLLM3},
     presets={
         "HuggingFaceTB/SmolLM3-3B": RopeFree(

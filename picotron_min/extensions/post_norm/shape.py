@@ -49,11 +49,7 @@ OLMO2 = {
 FAMILY = Family(
     PostNorms,
     extension=None,
-    modules={
-        "q_norm": "num_attention_heads",
-        "k_norm": "num_key_value_heads",
-        BEHIND_MLP: None,  # a layer has two norms, as any
-    },
+    modules=("q_norm", "k_norm", BEHIND_MLP),
     rows=norm_rows,
     architectures={"olmo2": OLMO2},
     presets={

@@ -36,7 +36,7 @@ QWEN3 = {
 FAMILY = Family(
     QkNorms,
     extension="QkNorm",
-    modules={"q_norm": "num_attention_heads", "k_norm": "num_key_value_heads"},
+    modules=("q_norm", "k_norm"),
     rows=norm_rows,
     architectures={"qwen3": QWEN3},
     presets={

@@ -45,7 +45,7 @@ _large = _qwen | {"max_position_embeddings": 131_072}
 FAMILY = Family(
     QkvBiases,
     extension="QkvBias",
-    modules=dict.fromkeys(("q_bias", "k_bias", "v_bias")),
+    modules=("q_bias", "k_bias", "v_bias"),
     rows=bias_rows,
     architectures={"qwen2": QWEN2},
     presets={
