@@ -27,8 +27,7 @@ STANDARD_LIBRARY_ONLY = {
     f"{folder}{name}.py"
     for folder, names in {
         "": "costs layout model_config pipeline_messages pipeline_schedule placement",
-        "extensions/": "documents/rectangles experts/mixture family multi_token/shape"
-        " no_rope/shape qk_norm/shape qkv_bias/shape settings sharding/rows",
+        "extensions/": "documents/rectangles experts/mixture family settings sharding/rows",
         "extensions/schedules/": "registry simulator zero_bubble",
         "planner/": "activations layer_time links memory parameters step_time system traffic",
         "runtime/": "draw hardware json_file public_models wording",
@@ -47,6 +46,9 @@ SCRIPTS = [ROOT / name for name in ("train.py", "create_config.py", "benchmarks/
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT / PACKAGE))
+
+
+STANDARD_LIBRARY_ONLY |= {name_of(path) for path in FILES if path.stem == "shape"}  # of families
 
 
 @functools.cache
