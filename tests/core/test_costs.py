@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from picotron_min import costs
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
-from picotron_min.extensions.memory.recompute import apply_recompute
+from picotron_min.extensions.memory.extension import apply_recompute
 from picotron_min.extensions.multi_token.extension import MultiToken
 from picotron_min.extensions.multi_token.model import add_prediction_layers
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from picotron_min.extensions.memory import offload
+from picotron_min.extensions.memory.extension import apply_recompute
 from picotron_min.extensions.memory.offload import HostMemory, apply_offload
-from picotron_min.extensions.memory.recompute import apply_recompute
 from picotron_min.extensions.overlap.linear import apply_copies
 from picotron_min.extensions.settings import LEAST_OFFLOAD, Layout
 from picotron_min.model import Llama

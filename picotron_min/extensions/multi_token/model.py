@@ -21,7 +21,7 @@ class PredictionLayer(DecoderLayer):
         self.enorm, self.hnorm = RMSNorm(E, eps), RMSNorm(E, eps)
         self.eh_proj = nn.Linear(2 * E, E, bias=False)
         self.shared_head = nn.Module()
-        self.shared_head.norm = RMSNorm(E, eps)  # called by `forward` below: see recompute.py
+        self.shared_head.norm = RMSNorm(E, eps)  # called by `forward` below: see memory/
 
     def forward(self, x: Tensor, rotary: tuple) -> Tensor:
         """x [B, S, 2E], an embedding and a hidden state side by side -> [B, S, E]"""
