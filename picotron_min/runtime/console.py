@@ -125,8 +125,7 @@ class Console:
         self.header("Done", rows | {"report": report})
         if not is_exported:
             return results
-        # A beginning that fits the text: Python code, or anything else.
-        prompt = "def " if dataset == "stdlib" or dataset.endswith(".py") else "The "
+        prompt = "def " if dataset == "stdlib" else "The "  # a beginning that fits the text
         self._print(USAGE.format(folder=folder, prompt=prompt))
         return results
 

@@ -49,13 +49,6 @@ def test_a_line_that_a_kill_has_torn_does_not_swallow_the_next(before, tmp_path)
     assert lines == before.splitlines() and json.loads(last)["step"] == 3
 
 
-def test_other_ranks_write_nothing_and_import_no_wandb(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
-    log = MetricsLog(None, wandb_options={"project": "p"})
-    log.write(RECORD)
-    log.close()
-
-
 @pytest.mark.parametrize(
     ("mode", "has_key", "answers", "used"),
     [

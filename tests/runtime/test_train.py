@@ -175,25 +175,27 @@ def gradients_are_not_finite(after: int) -> None:
     train.measure_gradient = lambda *args: measure(*args) * (nan if next(steps) >= after else 1)
 
 
-def test_a_run_that_diverges_stops_with_the_remedy(workplace):
-    config = workplace.config("diverges", distributed={"dp_size": 1})
-    outcome = workplace.main(config, partial(gradients_are_not_finite, 2))
-    assert outcome.code == 1 and "step 4 changed nothing: its gradient is not" in outcome.output
-    assert outcome.output.count("in a row, up to step 5: the run has diverged. Resume from a") == 1
+@pytest.mark.parametrize(
+    "after,last,reason,files",
+    [
+        (2, 6, "in a row, up to step 5: the run has diverged. Resume from a", ["step-00000002"]),
+        (0, 2, "not finite in any step, so that nothing was learned: no model is", []),
+    ],
+)
+def test_a_run_that_learns_nothing_more_stops_with_the_remedy(
+    after, last, reason, files, workplace
+):
+    training = {"total_train_steps": last, "warmup_steps": 0}
+    name = f"bad-after-{after}"
+    config = workplace.config(name, training=training, distributed={"dp_size": 1})
+    outcome = workplace.main(config, partial(gradients_are_not_finite, after))
+    assert outcome.code == 1 and outcome.output.count(reason) == 1 and "Done" not in outcome.output
+    assert f"step {after + 2} changed nothing: its gradient is not" in outcome.output
     # Not from the checkpoint after step 4: it would end in the same way.
     assert "with checkpoint.load_path latest" not in outcome.output
-    assert workplace.files("diverges") == ["metrics.jsonl", "run.jsonl", "step-00000002"]
-    norms = [record["grad_norm"] for record in workplace.steps("diverges")]
-    assert norms[2:] == [None, None] and None not in norms[:2]
-
-
-def test_a_run_whose_steps_were_all_skipped_exports_nothing(workplace):
-    steps = {"total_train_steps": 2, "warmup_steps": 0}
-    config = workplace.config("skipped", training=steps, distributed={"dp_size": 1})
-    outcome = workplace.main(config, partial(gradients_are_not_finite, 0))
-    assert outcome.code == 1 and "Done" not in outcome.output
-    assert "not finite in any step, so that nothing was learned: no model is" in outcome.output
-    assert workplace.files("skipped") == ["metrics.jsonl", "run.jsonl"]
+    assert workplace.files(name) == ["metrics.jsonl", "run.jsonl", *files]
+    finite = [record["grad_norm"] is not None for record in workplace.steps(name)]
+    assert finite == [True] * after + [False] * 2
 
 
 def state_of(training: Training) -> dict[str, torch.Tensor]:
@@ -265,20 +267,3 @@ def check_steps_against_the_textbook() -> None:
 
 def test_a_step_equals_the_textbooks(pool):
     pool.run(1, check_steps_against_the_textbook)
-
-
-def check_evaluation() -> None:
-    training = make_training(make_config(dp=2), MODEL)
-    training.step(0)
-    before, outputs = state_of(training), []
-    gradients = [p.grad.clone() for p in training.parameters.values()]
-    model = training.chunks[0].model
-    model.register_forward_hook(lambda module, inputs, loss: outputs.append(loss))
-    assert training.evaluate() == training.evaluate()
-    assert outputs and not any(output.requires_grad for output in outputs)
-    torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
-    torch.testing.assert_close([p.grad for p in training.parameters.values()], gradients)
-
-
-def test_evaluation_keeps_no_graph_and_changes_nothing(pool):
-    pool.run(2, check_evaluation)
