@@ -30,7 +30,6 @@ class Gpu:
     attention_share: float  # FlashAttention-2's
     cudnn_share: float = 0.0  # cuDNN's and FlashAttention-3's
     float8_share: float = 0.67  # of the peak in 8 bits, by matmuls
-    watts: int = 0  # the limit of a board, by data sheets
     gpus_per_node: int = 8  # that NVLink connects
     network: float = 50e9  # one way; 400 Gb/s
     validated: tuple[str, ...] = ()  # dtypes of published runs on it: see docs/planner.md
@@ -46,26 +45,27 @@ class Gpu:
 
 # Dense peaks in TFLOP/s: bfloat16 and float64 on matrix units with full accumulation, float32
 # without TF32, which torch leaves off, and 8 bits. 0: there is none, or too little to train with.
+# GPUs of a node: of the 72 of GB200 and GB300 that are connected, jobs take 64.
 PEAK_DTYPES = ("bfloat16", "float32", "float64", "float8")
 _TABLE = r"""
-GPU         bf16  fp32  fp64  fp8  GB  hbm link watt shares torch's name of the device
-A100-80GB    312  19.5  19.5    0  80 2000  300  400 ampere A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe
-A100-40GB    312  19.5  19.5    0  40 1555  300  400 ampere A100-(SXM4?|PCIE)-40GB
-H100       989.4  66.9  66.9 1979  80 3350  450  700 h100   H100 80GB HBM3
-H100-500W  989.4  66.9  66.9 1979  96 2400  450  500 500w   -
-H100-PCIe    756  51.2  51.2 1513  80 2039   64  350 h100   H100 PCIe
-H100-NVL   835.5    60    60 1671  94 3938   64  400 h100   H100 NVL
-H200       989.4  66.9  66.9 1979 141 4800  450  700 h200   H200
-H200-NVL   835.5    60    60 1671 141 4800  450  600 h200   H200 NVL
-GH200      989.4  66.9  66.9 1979  96 4000  450  700 gh200  GH200 (480GB|96GB HBM3)
-B200        2250    75    37 4500 180 8000  900 1000 b200   B200
-GB200       2500    80    40 5000 186 8000  900 1200 b200   GB200
-GB300       2500    80    40 5000 279 8000  900 1400 gb300  GB300
-L4           121  30.3     0  242  24  300   32   72 ampere L4
-L40S         362  91.6     0  733  48  864   32  350 ampere L40S
-RTX-4090   165.2  82.6     0  330  24 1008   32  450 ampere GeForce RTX 4090
-RTX-3090      71  35.6     0    0  24  936   32  350 ampere GeForce RTX 3090
-MI300X    1307.4 163.4 163.4 2615 192 5300  448  750 h100   Instinct MI300X( OAM)?
+GPU         bf16  fp32  fp64  fp8  GB  hbm link node shares torch's name of the device
+A100-80GB    312  19.5  19.5    0  80 2000  300    8 ampere A100-(SXM4?|PCIE)-80GB|A100 80GB PCIe
+A100-40GB    312  19.5  19.5    0  40 1555  300    8 ampere A100-(SXM4?|PCIE)-40GB
+H100       989.4  66.9  66.9 1979  80 3350  450    8 h100   H100 80GB HBM3
+H100-500W  989.4  66.9  66.9 1979  96 2400  450    8 500w   -
+H100-PCIe    756  51.2  51.2 1513  80 2039   64    8 h100   H100 PCIe
+H100-NVL   835.5    60    60 1671  94 3938   64    8 h100   H100 NVL
+H200       989.4  66.9  66.9 1979 141 4800  450    8 h200   H200
+H200-NVL   835.5    60    60 1671 141 4800  450    8 h200   H200 NVL
+GH200      989.4  66.9  66.9 1979  96 4000  450    4 gh200  GH200 (480GB|96GB HBM3)
+B200        2250    75    37 4500 180 8000  900    8 b200   B200
+GB200       2500    80    40 5000 186 8000  900   64 b200   GB200
+GB300       2500    80    40 5000 279 8000  900   64 gb300  GB300
+L4           121  30.3     0  242  24  300   32    8 ampere L4
+L40S         362  91.6     0  733  48  864   32    8 ampere L40S
+RTX-4090   165.2  82.6     0  330  24 1008   32    8 ampere GeForce RTX 4090
+RTX-3090      71  35.6     0    0  24  936   32    8 ampere GeForce RTX 3090
+MI300X    1307.4 163.4 163.4 2615 192 5300  448    8 h100   Instinct MI300X( OAM)?
 """
 _ROWS = [line.split(maxsplit=10) for line in _TABLE.strip().splitlines()[1:]]
 # Shares of the peak: matmuls, fa2, cuDNN, matmuls in 8 bits. GPUs of one kind differ in their limit
@@ -82,18 +82,16 @@ SHARES = {
 BOTH = ("bfloat16", "float8")
 VALIDATED = dict.fromkeys(("H100", "H100-500W", "H200", "B200", "GB200", "GB300"), BOTH)
 VALIDATED |= dict.fromkeys(("A100-80GB", "A100-40GB", "GH200"), ("bfloat16",))
-NODES = {"GH200": 4, "GB200": 64, "GB300": 64}  # of the 72 GPUs that are connected, jobs take 64
 
 
 def _gpu(name: str, *columns: str) -> Gpu:
     *numbers, shares, _ = columns
-    *peaks, memory, hbm, nvlink, watts = map(float, numbers)
+    *peaks, memory, hbm, nvlink, node = map(float, numbers)
     return Gpu(
         name,
         {dtype: 1e12 * peak for dtype, peak in zip(PEAK_DTYPES, peaks, strict=True) if peak},
         *(1e9 * memory, 1e9 * hbm, 1e9 * nvlink, *SHARES[shares]),
-        watts=int(watts),
-        gpus_per_node=NODES.get(name, 8),
+        gpus_per_node=int(node),
         validated=VALIDATED.get(name, ()),
     )
 
