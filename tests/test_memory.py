@@ -18,9 +18,9 @@ SIZES |= {"micro_batches": 2, "micro_batch_size": 4, "dtype": "float32", "optimi
 # How far the peak may be from the plan, and a row as in rows.py. Not planned are messages, matrices
 # of a gradient that are copied into a buffer, and what routing permutes.
 ROWS = """
-0.01 core: recompute=full
+0.01 core: dp=2 cp=2 recompute=selective
 0.01 core: tp=2 sp vocab_size=4096 dtype=bfloat16
-0.02 families: dp=2 cp=2 recompute=selective model=families
+0.02 families: model=families
 0.05 sharding: dp=3 sharding=optimizer dtype=bfloat16
 0.07 sharding: dp=2 tp=2 sharding=gradients
 0.01 sharding: dp=2 sharding=layerwise muon moments=bfloat16
