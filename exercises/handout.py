@@ -28,13 +28,15 @@ FOR_STUDENTS = {
 }
 # Pages that end with a part for somebody else, "## For ...": it has what comes before (0), or that.
 PARTS = {"docs/course.md": 0, "docs/teaching.md": 1, "AGENTS.md": 1}
-# How train.py ends there.
-RUN_PACKED = """\
+# What train.py does there before it imports torch, and the tree's own files after it.
+RUN_PACKED = """
 if __name__ == "__main__":
     from exercises.__main__ import run_packed
 
     print("The bodies that are missing here are taken from the packed course.", flush=True)
-    run_packed("train")
+    sys.exit(run_packed("train"))
+
+import torch
 """
 # Not what somebody has written for an exercise.
 OWN = re.compile(r"exercises/(\d|design_\d|hunt_\d|progress.json)")
@@ -65,8 +67,8 @@ def handout(folder: Path, exercises: list[str]) -> None:
     (folder / ".gitignore").write_text(re.sub(r"(?m)^exercises/.*\.py\n", "", ignored))
     for name, text in _without_bodies(chosen).items():
         (folder / name).write_text(text)
-    run = (folder / "train.py").read_text().rpartition('if __name__ == "__main__":')[0]
-    (folder / "train.py").write_text(run + RUN_PACKED)
+    run = (folder / "train.py").read_text().replace("\nimport torch\n", RUN_PACKED)
+    (folder / "train.py").write_text(run)
     pack(folder / "exercises/course.zip", chosen)
     teacher.write_text("\n".join(_for_teacher(chosen)))
     print(f"{len(chosen)} exercises in {folder}: give this folder to the class")
