@@ -193,12 +193,6 @@ def _of_numbers(
         yield "nan", f"Every wrong number is NaN: {why}."
     if not off.any():
         yield "zero", "Every wrong number is 0."
-        return
-    ratio = (off[0] / right[0]).item() if right.all() else math.nan
-    # Of equal numbers a constant factor says nothing, and one of nearly 1 is a rounding.
-    if equal(off, ratio * right) and len(off.unique()) > 1 and (text := f"{ratio:.6g}") != "1":
-        what = "has the wrong sign" if text == "-1" else f"is {text} times the right one"
-        yield f"times {text}", f"Every wrong number {what}."
 
 
 def _numbers(value: Any) -> Tensor | None:

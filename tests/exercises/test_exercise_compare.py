@@ -35,8 +35,7 @@ KINDS = """
 2 * A, 2 * B -> large: cp
 A / 2, B / 2 -> small: cp
 [*(2 * A)], [*(2 * B)] -> large: cp
--A, -B -> times -1
-1.5 * A, 1.5 * B -> times 1.5
+1.5 * A, 1.5 * B -> none
 0 * A, 0 * B -> zero
 A / 0 - A / 0, B -> nan
 A.T, B.T -> transposed
