@@ -1,19 +1,22 @@
 """python -m difference: right layouts pass, and known mistakes are found, placed and explained."""
 
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import difference
 from difference.__main__ import main
 from difference.taps import Notes
 from difference.tiny import kind_of_layer, tiny_model, trial_of
 from picotron_min.extensions.settings import Layout, ModelConfig
 from tests.assembled import make_config
-from tests.difference.changed import ROOT, answer, functions_in
+from tests.difference.changed import answer, functions_in
 
 TIED = {"tie_word_embeddings": True}
 FURTHER = {"num_nextn_predict_layers": 2, "document_mask": True}
@@ -135,10 +138,13 @@ def test_what_a_killed_rank_has_noted_is_compared():
     assert "FAILED       rank 1: it ended with code -9" in text
 
 
-def started(config: str, folder=ROOT) -> subprocess.Popen:
-    command = [sys.executable, "-m", "difference", "--config", config]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes)
+def command(config: Path, out: int) -> None:
+    """`python -m difference`, in a group of processes as a terminal makes it."""
+    os.setsid()
+    sys.stdout = sys.stderr = open(out, "w")  # noqa: SIM115
+    sys.argv = ["difference", "--config", str(config)]
+    del sys.modules["difference.__main__"]  # else runpy warns that it is there
+    runpy.run_module("difference", run_name="__main__")
 
 
 def test_a_config_is_refused_and_ctrl_c_ends_a_run_without_a_traceback(tmp_path, capsys):
@@ -146,11 +152,16 @@ def test_a_config_is_refused_and_ctrl_c_ends_a_run_without_a_traceback(tmp_path,
     path.write_text('{"distributed": {"tp_size": 3}}')
     assert main(["--config", str(path)]) == 2 and "tp_size=3" in capsys.readouterr().err
     path.write_text('{"distributed": {"dp_size": 2, "use_cpu": true}}')
-    process = started(str(path))
-    assert process.stdout.readline().startswith("compared in float64")  # it trains now
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all its processes
-    assert process.communicate(timeout=60) == ("", "")
-    assert process.returncode == -signal.SIGINT
+    ours, theirs = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=command, args=(path, theirs))
+    process.start()
+    os.close(theirs)
+    with open(ours) as printed:
+        assert printed.readline().startswith("compared in float64")  # it trains now
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all its processes
+        assert printed.read() == ""
+    process.join(60)
+    assert process.exitcode == -signal.SIGINT
 
 
 def test_a_kind_of_layer_that_the_tiny_model_lacks_is_refused(monkeypatch):
@@ -182,14 +193,11 @@ def test_groups_of_experts_are_kept_and_what_is_switched_off_is_listed():
     assert trial.changes == ["dtype bfloat16"]
 
 
-def test_a_course_that_cannot_be_imported_is_reported_in_one_line(tmp_path):
-    for name in ("difference", "train.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    broken = tmp_path / "picotron_min"
-    broken.mkdir()
+def test_a_course_that_cannot_be_imported_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(difference, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "difference.report")  # it is found in that folder now
     for text, said in (("def f(:\n", "SyntaxError"), ("import nothing_like_it\n", "nothing_like_")):
-        (broken / "__init__.py").write_text(text)
-        process = started("a.json", tmp_path)
-        out, error = process.communicate(timeout=60)
-        assert (process.returncode, out, error.count("\n")) == (2, "", 1)
-        assert f"{broken}/__init__.py:1" in error and said in error
+        (tmp_path / "report.py").write_text(text)
+        assert main(["--config", "a.json"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"{tmp_path}/report.py:1" in error and said in error
