@@ -15,6 +15,7 @@ from pathlib import Path
 from picotron_min.dry_run.fit import kinds_of_ranks, misfit
 from picotron_min.dry_run.recorder import Recorder
 from picotron_min.dry_run.run import dry_run, shortened
+from picotron_min.planner.choices import Request
 from picotron_min.planner.memory import LEFT_OUT, gb, memory_of_ranks
 from picotron_min.planner.traffic import planned_traffic
 from picotron_min.runtime.config import Config
@@ -72,11 +73,15 @@ def lines_of(config: Config, rank: int, run: Recorder, gpu: Gpu) -> Iterator[str
     off = f"{run.peak / planned - 1:+.1%}"
     yield f"  memory  {gb(run.peak)} at the fullest; planned {gb(planned)} ({off})"
     yield from (f"{gb(n):>17}  {line}" for line, n in run.at_peak.most_common(3))
-    if run.peak > gpu.memory:
-        yield f"  PROBLEM: it does not fit into the {gb(gpu.memory)} of {gpu.name}"
+    request = Request(sizes[0], gpu, config.world_size, sizes[2], config.global_batch)
+    room = f"the {gb(gpu.memory)} of {gpu.name}, of which a plan may use {gb(request.budget)}"
+    fits = "fits into" if run.peak <= gpu.memory else "PROBLEM: it does not fit into"
+    yield f"  {fits} {room}"
     yield "  sends   " + (", ".join(f"{axis} {gb(n)}" for axis, n in run.sent.items()) or "nothing")
     if run.sent != (planned_bytes := planned_traffic(*sizes, rank)):
         yield f"  PROBLEM: {run.sent} bytes, but planned are {planned_bytes}"
+    launches, moved = sum(run.launches.values()), sum(run.moved.values())
+    yield f"  moves   {gb(moved)} in {launches} operations"
     yield "  waits   " + ", ".join(f"{n} at {line}" for line, n in run.waits.items())
     if unknown := [line for line in run.waits if not line.startswith(KNOWN_WAITS)]:
         yield f"  PROBLEM: it waits where that is not known: {', '.join(unknown)}"

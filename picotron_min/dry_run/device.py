@@ -60,30 +60,37 @@ def attention(q, k, v, is_causal=False, **_):
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 
-class FusedNorm(torch.autograd.Function):
-    """CUDA's kernel keeps its input and a number a row; a CPU's parts keep more."""
+class Kernel(torch.autograd.Function):
+    """One that CUDA has, and a build for CPUs takes apart, with more tensors than that keeps."""
 
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return tuple(map(torch.empty_like, ctx.saved_tensors[:2]))
-
-
-class FusedSilu(torch.autograd.Function):
-    """As CUDA's kernel: fake tensors take its backward apart, which has five tensors more then."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return torch.empty_like(x)
+    def forward(ctx, forward, backward, *tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            out, *kept = forward(*tensors)
+        ctx.backward = backward
+        ctx.save_for_backward(*tensors, *kept)
+        return out
 
     @staticmethod
     def backward(ctx, dy):
-        return torch.empty_like(dy)
+        with torch._C._AutoDispatchBelowAutograd():
+            return None, None, *ctx.backward(dy, *ctx.saved_tensors)
+
+
+def rms_norm(x, shape, weight, eps, in_parts=F.rms_norm):
+    if x.dtype != weight.dtype:  # a GPU has no kernel for two
+        return in_parts(x, shape, weight, eps)
+
+    def backward(dy, x, weight, rstd):
+        return aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, [True, True])
+
+    return Kernel.apply(
+        lambda x, weight: aten._fused_rms_norm(x, shape, weight, eps), backward, x, weight
+    )
+
+
+def silu(x):
+    return Kernel.apply(lambda x: [aten.silu(x)], lambda dy, x: [aten.silu_backward(dy, x)], x)
 
 
 def pinned(x: Tensor) -> Tensor:  # not by empty_like, which fails on the constant of one expert
@@ -100,8 +107,9 @@ STAND_INS = [
     (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),  # else 0 for all
     (torch.utils, "swap_tensors", move),
     (F, "scaled_dot_product_attention", attention),
-    (F, "silu", FusedSilu.apply),
-    (F, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight)),
+    (F, "silu", silu),
+    (F, "rms_norm", rms_norm),
+    (torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: True),
     (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
     (torch.cuda, "is_bf16_supported", lambda *_: True),
     (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),  # else autocast is off

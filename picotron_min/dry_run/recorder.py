@@ -3,11 +3,13 @@
 It sees real tensors as well as fake ones: so what it counts can be compared with a real step.
 """
 
+import math
 import os
+import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from traceback import walk_stack
 from typing import NamedTuple
@@ -47,24 +49,31 @@ class Message(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Within, everything is recorded: of tensors on `device`, which are fake if there is a mode."""
+    """Within, everything is recorded: of tensors on `device`, which are fake if there is a mode.
 
-    def __init__(self, device: str, mode: FakeTensorMode | None = None) -> None:
+    `part` names the part of a step that is at work; backward belongs to the part of its forward.
+    """
+
+    def __init__(
+        self, device: str, mode: FakeTensorMode | None = None, part: Callable[[], str] = str
+    ) -> None:
         super().__init__()
-        self.device, self.mode = torch.device(device), mode
-        self.messages: list[Message] = []
-        self.waits: Counter[str] = Counter()  # lines at which the host waits for its GPU
-        self.live = self.peak = 0  # bytes
-        self.at_peak: Counter[str] = Counter()  # bytes, by the line of code that has made them
-        self.by_line, self.sizes = Counter(), {}
+        self.device, self.mode, self.part = torch.device(device), mode, part
+        self.live, self.by_line, self.sizes, self.parts = 0, Counter(), {}, {}
         self.num_experts = self.even_share = 0  # of a layer; of its tokens, for each expert
+        self.action = None
+        self.begin()
         # Llama is built on the meta device, which is meant so; later, "meta" is C++'s mistake.
-        self.is_building, self.action = True, None
+        self.is_building = True
 
     def begin(self) -> None:
         """Count from here on: the model is built."""
-        self.messages, self.waits, self.is_building = [], Counter(), False
-        self.peak, self.at_peak = self.live, self.by_line.copy()
+        self.messages: list[Message] = []
+        self.waits: Counter[str] = Counter()  # lines at which the host waits for its GPU
+        self.launches: Counter[str] = Counter()  # operations that write, by part; no message
+        self.moved: Counter[str] = Counter()  # bytes that they read and write
+        # Bytes at the fullest, and by the line of code that has made them.
+        self.peak, self.at_peak, self.is_building = self.live, self.by_line.copy(), False
 
     def following(self, plan: Plan) -> Iterator[Action]:
         """The plan, once; who runs it shows at which action it is."""
@@ -105,18 +114,27 @@ class Recorder(TorchDispatchMode):
             self._note_message(kind, args)
         if self._waits(kind, args, options, out):
             self.waits[our_line()] += 1
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
+        if nbytes := bytes_moved(function, args, options, out):
+            part = self._part()
+            self.launches[part] += 1
+            self.moved[part] += nbytes
+        for tensor in tensors_in(out):
+            self._see(tensor)
         return out
+
+    def _part(self) -> str:
+        if node := torch._C._current_autograd_node():
+            return "backward of " + self.parts.get(node._sequence_nr(), "leaves")  # their sums
+        # Autograd has just numbered the node of this operation, which will run in backward.
+        self.parts.setdefault(torch.autograd._get_sequence_nr() - 1, part := self.part())
+        return part
 
     def _note_message(self, kind, args: tuple) -> None:
         boxed = next(x for x in args if isinstance(x, torch.ScriptObject))
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed)))
         name = kind.__name__.strip("_")
         peer = ranks[args[2]] if name in ("send", "recv") else None
-        tensors = [x for x in tree_leaves(args[:2]) if isinstance(x, Tensor)]
-        what = tuple(f"{x.dtype}{[*x.shape]}" for x in tensors)
+        what = tuple(f"{x.dtype}{[*x.shape]}" for x in tensors_in(args[:2]))
         rows = tuple(args[3:5]) if name == "alltoall_base" and args[3] else ()
         self.messages.append(Message(name, ranks, peer, what, rows, self.action))
 
@@ -147,6 +165,38 @@ class Recorder(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         if size:  # else its address may soon be another storage's
             self.sizes[key] = size, line
+
+
+# Not read is the first argument of these: it is overwritten, or only its shape matters.
+UNREAD = re.compile(r"new_|.*_like$|(_foreach_)?(copy|zero|fill)_$")
+# And of these a part of it is read or written, as large as the rest.
+PARTIAL = re.compile(r"embedding$|gather|scatter|index|nll_loss_forward")
+
+
+def bytes_moved(function, args: tuple, options: dict, out) -> int:
+    """What an operation reads and writes; 0 if it launches nothing: it makes a view, or memory."""
+    name, arguments = function.overloadpacket.__name__, function._schema.arguments
+    given = dict(zip([x.name for x in arguments], args, strict=False)) | options
+    is_written = {x.name for x in arguments if x.alias_info and x.alias_info.is_write}
+    is_written &= given.keys() - {"grads"}  # AdamW's, which would be scaled
+    old = {x.untyped_storage()._cdata for x in tensors_in(given)}
+    made = [x for x in tensors_in(out) if x.untyped_storage()._cdata not in old]
+    # A GPU's x.to(device) is x; C++ takes fake tensors for meta ones, and makes a copy.
+    is_same = name == "_to_copy" and (out.dtype, out.device) == (args[0].dtype, args[0].device)
+    if is_same or "empty" in name or not (made or is_written):
+        return 0
+    is_partial = PARTIAL.match(name)
+    skipped = {"out", arguments[0].name} if is_partial or UNREAD.match(name) else {"out"}
+    read = [x for name, x in given.items() if name not in skipped]
+    written = [] if is_partial else [given[name] for name in is_written]
+    # An expanded tensor is read once.
+    shapes = [(x, zip(x.shape, x.stride(), strict=True)) for x in tensors_in([made, read, written])]
+    nbytes = sum(x.itemsize * math.prod(n for n, by in shape if by) for x, shape in shapes)
+    return nbytes * 2 if is_partial else nbytes
+
+
+def tensors_in(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def our_line() -> str:

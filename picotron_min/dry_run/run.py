@@ -1,5 +1,6 @@
 """Build a rank's part of a run, and train it for a step, as train.py does, on fake tensors."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from picotron_min.runtime.token_file import TokenFile
 from train import build_run, train_step
 
 
-def dry_run(config: Config, rank: int = 0) -> Recorder:
+def dry_run(config: Config, rank: int = 0, part: Callable[[], str] = str) -> Recorder:
     """A rank's step, when its optimizer has all of its state.
 
     `sent` of the result has the bytes of each axis, as its ledger counts them.
@@ -24,7 +25,11 @@ def dry_run(config: Config, rank: int = 0) -> Recorder:
     model_config, layout = resolve_model(config), config.layout
     with as_rank(rank, layout.world_size):
         axes, batches = build_axes(GPU, layout), batches_of(config, rank)
-        with as_on_a_gpu() as mode, Recorder("cuda", mode) as recorder, recorder.seeing_resizes():
+        with (
+            as_on_a_gpu() as mode,
+            Recorder("cuda", mode, part) as recorder,
+            recorder.seeing_resizes(),
+        ):
             recorder.num_experts = model_config.num_local_experts
             model = build_model(model_config, layout, config.workload, axes, GPU)
             model = replace(model, plan=recorder.following(model.plan))

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
 
 from picotron_min.dry_run.__main__ import lines_of, main
-from picotron_min.dry_run.device import GPU, STAND_INS, as_rank
+from picotron_min.dry_run.device import GPU, STAND_INS, as_rank, aten
 from picotron_min.dry_run.fit import kinds_of_ranks, misfit
 from picotron_min.dry_run.recorder import Message, Recorder
 from picotron_min.dry_run.run import batches_of, dry_run, shortened
@@ -139,6 +141,36 @@ def test_the_recorder_counts_the_same_bytes_of_fake_and_of_real_tensors(words):
     assert fake == pytest.approx(real, rel=1e-3)
 
 
+def test_as_many_operations_are_counted_as_torchs_profiler_sees():
+    config, _ = row("core: m=2", dtype="float32")
+    with as_rank(0, 1):
+        run = run_of(config, build_axes(torch.device("cpu"), config.layout), batches_of(config, 0))
+        train_step(run, 0)
+        with Recorder("cpu") as recorder:
+            train_step(run, 1)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            train_step(run, 2)
+    seen = sum(launched(event) for event in profiler.events() if not event.cpu_parent)
+    assert seen > 500 and sum(recorder.launches.values()) == pytest.approx(seen, rel=0.01)
+
+
+KERNELS = {
+    name.partition(".")[0]
+    for key in ("CPU", "CompositeExplicitAutograd")
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)
+}
+
+
+def launched(event: FunctionEvent) -> int:
+    """The outermost kernels in it that write a tensor: no view, no memory alone, no number."""
+    if event.name not in KERNELS:  # the profiler's own, or made of others
+        return sum(map(launched, event.cpu_children))
+    name = event.name.removeprefix("aten::")
+    packet = getattr(aten, name)
+    is_view = any(getattr(packet, overload).is_view for overload in packet.overloads())
+    return not (is_view or name.startswith(("empty", "_unsafe_view", "_local_scalar")))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", ["m=2", "dp=2", "dp=2 recompute=full"])
 def test_a_gpu_allocates_what_a_dry_run_counts_and_waits_once(words):
@@ -211,6 +243,7 @@ def test_the_command_prints_ranks_and_its_exit_code_has_the_verdict(tmp_path, ca
     out = capsys.readouterr().out
     assert "rank 3 of 4: pp 0, dp 1, cp 0, tp 1" in out and "1 at train.py:" in out
     assert "picotron_min/model.py:" in out and "4 ranks fit together" in out
+    assert "80.0 GB of H100, of which a plan may use 72.6 GB" in out
     layout = {"tp_size": 8, "cp_size": 4, "pp_size": 16, "dp_size": 32}
     model = {"name": "meta-llama/Llama-3.1-405B", "dtype": "bfloat16", "num_hidden_layers": 16}
     sections = {"distributed": layout, "model": model, "training": {"micro_batch_size": 1024}}
