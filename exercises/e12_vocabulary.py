@@ -94,16 +94,16 @@ def traffic(case: Case, rank: int) -> dict[str, Sent]:
 
 MISTAKES = """
 own_maximum: Each slice subtracts its own maximum: their sums have different scales.
-    vocabulary.maximum(logits.amax(-1)) => logits.amax(-1)
+    vocabulary.maximum(wide(logits.amax(-1))) => wide(logits.amax(-1))
 own_sum: Each slice divides by its own sum of exponentials: softmax is over the whole vocabulary.
 - sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
 + sums, target_logits = exponentials.sum(-1), vocabulary.total(at_target * is_here)
 no_maximum: No maximum is subtracted: exp() overflows for large logits, and inf / inf is NaN.
-    logits -= vocabulary.maximum(logits.amax(-1))[:, None] => pass
+    vocabulary.maximum(wide(logits.amax(-1))) => wide(logits.amax(-1)) * 0
 own_ids: Targets are used as ids within the slice, which begins at `first`.
     ids = targets - vocabulary.first => ids = targets
 ignored_in_gradient: A target that is to be ignored has a gradient.
     scale = counts / sums => scale = 1 / sums
 not_wide: Logits stay in the dtype of x: in bfloat16 a sum of exponentials has three digits.
-    logits = wide(x @ weight.T) => logits = x @ weight.T
+    vocabulary.maximum(wide(logits.amax(-1))) => vocabulary.maximum(logits.amax(-1))
 """

@@ -97,18 +97,21 @@ def stripe_loss(
     """The losses of some rows, [N], and their gradient p - onehot [N, V/tp] in the dtype of x."""
     # With s the sum over the vocabulary of exp(logit - max), a token's loss is
     # log s - (its target's logit - max), and p = exp(logit - max) / s.
-    logits = wide(x @ weight.T)
+    logits = x @ weight.T
     counts = targets != IGNORE_INDEX
     ids = targets - vocabulary.first
     is_here = counts & (ids >= 0) & (ids < logits.shape[1])
     ids = ids.where(is_here, 0)[:, None]  # gather and scatter need a valid id in every row
-    logits -= vocabulary.maximum(logits.amax(-1))[:, None]  # exp cannot overflow from here on
-    at_target = logits.gather(1, ids)[:, 0]
-    exponentials = logits.exp_()
+    # A pass over the logits is dear: `out` widens as it subtracts, and below rounds as it scales.
+    largest = vocabulary.maximum(wide(logits.amax(-1)))[:, None]  # exp cannot overflow below
+    memory = logits if x.dtype == largest.dtype else torch.empty_like(logits, dtype=largest.dtype)
+    shifted = torch.sub(logits, largest, out=memory)
+    at_target = shifted.gather(1, ids)[:, 0]
+    exponentials = shifted.exp_()
     # one message, [2, N]; a rank without the target adds 0
     sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
     losses = (sums.log() - target_logits) * counts
     scale = counts / sums
-    gradient = exponentials.mul_(scale[:, None]).to(x.dtype)  # p; 0 where no target counts
+    gradient = torch.mul(exponentials, scale[:, None], out=logits)  # p; 0 where no target counts
     gradient_at_target = at_target.exp() * scale - is_here.to(scale.dtype)  # p - 1, not yet rounded
     return losses, gradient.scatter_(1, ids, gradient_at_target[:, None].to(x.dtype))
