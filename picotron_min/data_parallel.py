@@ -62,6 +62,7 @@ class GradientBuckets:
             groups[-1][name] = parameter
         # A bucket has the order of the forward: alike matrices lie at equal distances.
         self.buckets = [Bucket(dict(reversed(group.items()))) for group in groups if group]
+        self.flat = [bucket.gradients for bucket in self.buckets]
         self.begin(0)
 
     def begin(self, num_backwards: int) -> None:
@@ -69,8 +70,8 @@ class GradientBuckets:
         names = [name for bucket in self.buckets for name in bucket.names]
         self.missing = {name: num_backwards * self.uses.get(name, 1) for name in names}
         self.works: list[dist.Work] = []  # of the first buckets, which are already sent
-        for bucket in self.buckets:
-            bucket.gradients.zero_()  # not zero_grad, which would replace the views by None
+        # All at once, on a GPU. Not by zero_grad, which would replace the views by None.
+        torch._foreach_zero_(self.flat)
 
     def arrived(self, name: str) -> None:
         """A gradient has been added to a parameter's; the last one may complete a bucket."""
@@ -88,14 +89,13 @@ class GradientBuckets:
     def wait(self) -> None:
         """Return when every gradient is the sum over all axes; RuntimeError names missing ones."""
         refuse_missing(self.missing)
-        for bucket, work in zip(self.buckets, self.works, strict=True):
+        for gradients, work in zip(self.flat, self.works, strict=True):
             work.wait()
             for axis in self.then:  # a tied embedding: the two ends of a pipeline
-                all_reduce(bucket.gradients, axis)
+                all_reduce(gradients, axis)
 
     def scale(self, factor: float) -> None:
-        for bucket in self.buckets:
-            bucket.gradients.mul_(factor)
+        torch._foreach_mul_(self.flat, factor)
 
 
 class Bucket:

@@ -66,8 +66,8 @@ KNOWN = [
     ),
     (
         "data_parallel.py",
-        "bucket.gradients.mul_(factor)",
-        "bucket.gradients.mul_(factor / self.axis.size)",
+        "self.flat, factor)",
+        "self.flat, factor / self.axis.size)",
         {"dp": 2},
         "it is 0.5 (1/dp) times what it should be",
         "data_parallel:GradientBuckets.scale",
@@ -109,7 +109,7 @@ def test_a_known_mistake_is_found_and_its_function_is_named(
 
 
 def test_gradients_that_were_not_zeroed_are_found_in_the_second_step():
-    edit = "data_parallel.py", "bucket.gradients.zero_()", "pass"
+    edit = "data_parallel.py", "torch._foreach_zero_", "list"
     code, text = answer(make_config(dp=2), edit)
     assert code == 1 and "FIRST WRONG  step 2, summed gradient of" in text, text
 
