@@ -83,14 +83,22 @@ class SelfAttention(nn.Module):
         q, k, v = self.project(x)
         cos, sin, *extra = rotary
         B, S, _ = q.shape  # x may be a part of the sequence
-        q = rotate(q.view(B, S, -1, self.head_dim), cos, sin)  # [B, S, Q, D]
-        k = rotate(k.view(B, S, -1, self.head_dim), cos, sin)  # [B, S, K, D]
+        q = self.rotate(q.view(B, S, -1, self.head_dim), cos, sin)  # [B, S, Q, D]
+        k = self.rotate(k.view(B, S, -1, self.head_dim), cos, sin)  # [B, S, K, D]
         v = v.view(B, S, -1, self.head_dim)  # [B, S, K, D]
         out = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *extra)
         return self.o_proj(out.transpose(1, 2).reshape(B, S, -1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    @staticmethod  # precision/rotary.py has a faster one, for bfloat16
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles."""
+        # Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
+        # (first cos - second sin, second cos + first sin), both halves at once: less memory traffic
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        return (x * cos[..., None, :] + swapped * sin[..., None, :]).to(x.dtype)
 
 
 class FlashAttention(nn.Module):
@@ -147,11 +155,3 @@ def rotary_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor
     angles = positions.float()[..., None] * frequencies  # no buffer to cut, cast or initialise
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # both halves; signs for `rotate`
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles."""
-    # Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
-    # (first cos - second sin, second cos + first sin), both halves at once: less memory traffic
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return (x * cos[..., None, :] + swapped * sin[..., None, :]).to(x.dtype)

@@ -5,6 +5,7 @@ import torch
 from picotron_min.extension import Extension
 from picotron_min.extensions.overlap.linear import Linear, apply_copies, linears, take_apart
 from picotron_min.extensions.precision.float8_linear import apply_float8
+from picotron_min.extensions.precision.rotary import Rotate
 from picotron_min.extensions.settings import Workload
 from picotron_min.model import Llama
 from picotron_min.placement import Table
@@ -24,6 +25,8 @@ class Precision(Extension):
     def wrap(self, model: Llama) -> None:
         if self.dtype == torch.bfloat16:  # sharded weights are gathered in it
             apply_copies(model, self.dtype)  # to compute with; the optimizer updates float32
+            for layer in model.model.layers.values() if not self.workload.compile else ():
+                layer.self_attn.rotate = Rotate.apply
         self.linears += [m for m in linears(model).values() if m.weight is not None]
 
     @torch.no_grad()
