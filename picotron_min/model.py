@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from picotron_min.loss import head_loss, linear_dtype, stripe_loss
+from picotron_min.loss import head_loss, linear_dtype, stripe_loss, wide
 from picotron_min.model_config import ModelConfig
 
 
@@ -127,8 +127,9 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, in the dtype that linears compute in."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under autocast each linear would round it for itself, and keep its own copy for backward.
-        return super().forward(x).to(linear_dtype(x))
+        # Wide: a GPU has no kernel for a weight of another dtype. Rounded here: under autocast each
+        # linear would round it for itself, and keep its own copy for backward.
+        return super().forward(wide(x)).to(linear_dtype(x))
 
 
 class Head(nn.Linear):
