@@ -24,22 +24,31 @@ def best_fit(lengths: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
     """Put each span, longest first, into the fullest row that has room for it.
 
     `lengths` [spans] are 1 to S. Returns the spans in the order of rows, and where in this order
-    each row ends.
+    each row ends. Rows with equal room are filled together: O(S log S) operations on arrays.
     """
     by_length = np.argsort(-lengths, kind="stable")
-    row_of, num_rows = np.empty(len(lengths), np.int64), 0
+    row_of, placed, num_rows = np.empty(len(lengths), np.int64), 0, 0
     rows_with = defaultdict(list)  # rows, by how many tokens they have room for
     rooms = 0  # a set of these numbers, as bits: the least that suffices is the lowest bit
-    for place, length in enumerate(memoryview(lengths[by_length])):  # one by one, without a copy
-        if fits := rooms >> length:
-            room = length + (fits & -fits).bit_length() - 1
-            row = rows_with[room].pop()
-            rooms ^= (not rows_with[room]) << room
-        else:
-            room, row, num_rows = S, num_rows, num_rows + 1
-        row_of[place] = row
-        rows_with[room - length].append(row)
-        rooms |= 1 << (room - length)
+    for length, count in reversed([*enumerate(np.bincount(lengths).tolist())]):
+        while count:
+            if fits := rooms >> length:
+                room = length + (fits & -fits).bit_length() - 1  # the least that is enough
+                rows = rows_with[room].pop()
+                rooms ^= (not rows_with[room]) << room
+            else:
+                room, rows = S, num_rows + np.arange(-(-count // (S // length)))
+                num_rows += len(rows)
+            each = room // length  # a row stays the fullest until no more fit
+            dealt = min(count, each * len(rows))
+            row_of[placed : placed + dealt] = np.repeat(rows[: -(-dealt // each)], each)[:dealt]
+            placed, count = placed + dealt, count - dealt
+            full, rest = divmod(dealt, each)
+            left = room - each * length, room - rest * length, room
+            for room, some in zip(left, np.split(rows, (full, full + 1)), strict=True):
+                if len(some):
+                    rows_with[room].append(some)
+                    rooms |= 1 << room
     return by_length[np.argsort(row_of, kind="stable")], np.bincount(row_of).cumsum()
 
 
