@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    @staticmethod  # precision/rotary.py has a faster one, for bfloat16
+    @staticmethod  # an extension may put a faster one here
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn the pairs (x[i], x[i + D/2]) of x [B, S, heads, D] by their position's angles."""
         # Hugging Face's pairs; the paper's (x[2i], x[2i+1]) only permute the rows of q and k.
