@@ -43,7 +43,13 @@ class Trial(NamedTuple):
 
 # What one process in float64 has otherwise, or not at all.
 EXACT = {"dtype": "float64", "moments": "float32"}
-PLAIN = EXACT | {"compile": False, "fp8": False, "offload": 0, "packing": "wrapped"}
+PLAIN = EXACT | {
+    "compile": False,
+    "fp8": False,
+    "fp8_experts": False,
+    "offload": 0,
+    "packing": "wrapped",
+}
 PLAIN_ROUTING = {
     "moe_global_aux_loss_coeff": 0.0,
     "moe_expert_capacity_factor": None,

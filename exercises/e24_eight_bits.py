@@ -6,12 +6,12 @@ train: model.dtype="bfloat16" model.fp8=true
 Round x to 8 bits of the format `kind`, and return Float8(bytes, inverse, kind): bytes as uint8, one
 after the other in memory; inverse as a float32 of shape []. The scale is the largest power of two
 with which no number exceeds the format, and inverse is 1 / scale. `maximum` turns this rank's
-largest(x) into all ranks' largest. An amax below SMALLEST_AMAX counts as SMALLEST_AMAX. If it is
-infinite, the scale is 0: then all of a product is NaN, and the step is skipped.
+largest(x, dim), dim is None, into all ranks' largest. An amax below SMALLEST_AMAX counts as this.
+If it is infinite, the scale is 0: then all of a product is NaN, and the step is skipped.
 Read: extensions/precision/float8.py.
 
 ? Find the scale first: the largest power of two that keeps amax of all ranks in the format.
-? maximum(largest(x)), torch.finfo(kind).max, clamp, view(torch.int32), to(kind), contiguous,
+? maximum(largest(x, dim)), torch.finfo(kind).max, clamp, view(torch.int32), to(kind), contiguous,
   view(torch.uint8).
 ? Divide the format's largest number by amax. A float32 has 1 bit for the sign, 8 for the exponent
   and 23 for the mantissa: set the last 23 of the ratio to 0. log2 cannot replace that: just below a
@@ -106,11 +106,11 @@ any_scale: The scale is no power of two: numbers are rounded when multiplied, an
 power_above: The power of two is the next one above: the largest numbers exceed the format.
     0x7F800000).view(torch.float32) => 0x7F800000).view(torch.float32) * 2
 own_maximum: Each rank scales by its own largest number: parts of one tensor need one scale.
-    maximum(largest(x)) => largest(x)
+    maximum(largest(x, dim)) => largest(x, dim)
 one_format: Every format is scaled to 448, the largest number of E4M3: E5M2 goes to 57344.
     torch.finfo(kind).max => 448.0
 no_sign: The largest number is taken, not the largest absolute one: negative ones are too large.
-    maximum(largest(x)) => maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))
+    maximum(largest(x, dim)) => maximum(x.max().float().nan_to_num(nan=math.inf, posinf=math.inf))
 infinity_hidden: An infinite amax gets a scale like any other: rows and ranks without an infinite
     number have a finite product, where all of it must be NaN.
     .clamp(min=SMALLEST_AMAX) => .clamp(SMALLEST_AMAX, 3e38)

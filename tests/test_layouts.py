@@ -101,6 +101,10 @@ post_norm: tp=4 overlap=false model=post-norm num_key_value_heads=8
 post_norm: dp=2 offload=1 fp8 layers=3 model=post-norm qkv_bias
 post_norm: dp=2 tp=2 ep=2 etp=2 model=softmax post_norm
 post_norm: pp=2 tp=2 sp model=depths post_norm
+precision: dp=2 m=2 ep=2 fp8 fp8_experts sharding=optimizer model=gated
+precision: dp=4 ep=4 fp8_experts sharding=parameters recompute=full model=softmax
+precision: cp=2 tp=2 sp ep=2 fp8_experts recompute=selective allgather model=gated
+precision: dp=2 pp=2 m=2 engine=zb_h1 fp8_experts sharding=gradients padded model=sigmoid
 schedules: pp=4 m=2 engine=zb_v model=tied
 schedules: pp=4 m=6 engine=interleaved
 sharding: dp=4 sharding=optimizer vocab_size=3 layers=1

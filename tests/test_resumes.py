@@ -29,6 +29,7 @@ core: skips optimizer=sgd | dp=2
 core: skips dtype=bfloat16 model=tied | pp=2 tp=2 sp
 sharding: skips dtype=bfloat16 model=sigmoid layers=2 | dp=2 ep=2 sharding=parameters
 optimizers: skips muon moments=bfloat16 | dp=2 tp=2 sharding=layerwise
+precision: model=softmax layers=2 dtype=bfloat16 | dp=2 ep=2 fp8_experts
 -
 core: | cp=4 ulysses -> dp=2 pp=2 tp=2 sp
 schedules: model=tied | pp=2 engine=interleaved -> pp=2 engine=zb_v

@@ -71,7 +71,7 @@ def extensions_of(
         from picotron_min.extensions.documents.attention import DocumentMask
 
         chosen.append(DocumentMask(device))
-    if workload.fp8 or workload.dtype == "bfloat16":
+    if workload.fp8 or workload.fp8_experts or workload.dtype == "bfloat16":
         from picotron_min.extensions.precision.extension import Precision
 
         chosen.append(Precision(workload, device))
@@ -82,7 +82,12 @@ def extensions_of(
     if model_config.num_local_experts:
         from picotron_min.extensions.experts.extension import Experts
 
-        chosen.append(Experts(model_config, layout, workload, axes, device))
+        rows = None
+        if workload.fp8_experts:
+            from picotron_min.extensions.precision.float8_rows import row_products
+
+            rows = row_products(device.type, getattr(torch, workload.dtype))
+        chosen.append(Experts(model_config, layout, workload, axes, device, rows))
         paused = chosen[-1].tally.paused
     if workload.recompute != "none" or workload.compile or workload.offload:
         from picotron_min.extensions.memory.extension import SavedMemory

@@ -115,6 +115,7 @@ class Workload(layout.Workload):
     recompute: Literal["none", "full", "selective"] = "none"  # selective: attention only
     offload: int = 0  # layers of each stage whose activations wait on the host
     fp8: bool = False  # layers' linears multiply in 8 bits: see precision/
+    fp8_experts: bool = False  # routed experts do: a key of its own, see precision/
     fp8_skip: int = 0  # number of first and last layers that stay in `dtype`
     mtp_loss_scaling_factor: float = 0.1  # of the mean loss of further tokens: see multi_token/
     document_mask: bool = False  # attention stays inside documents: see documents/
@@ -124,7 +125,13 @@ class Workload(layout.Workload):
     routing: Routing = Routing()
 
     def in_fp8(self, layer: int, num_layers: int) -> bool:
-        return self.fp8 and self.fp8_skip <= layer < num_layers - self.fp8_skip
+        return self.fp8 and self._is_inside(layer, num_layers)
+
+    def experts_in_fp8(self, layer: int, num_layers: int) -> bool:
+        return self.fp8_experts and self._is_inside(layer, num_layers)
+
+    def _is_inside(self, layer: int, num_layers: int) -> bool:
+        return self.fp8_skip <= layer < num_layers - self.fp8_skip
 
 
 @dataclass(frozen=True)

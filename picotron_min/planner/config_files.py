@@ -61,7 +61,7 @@ def request_of(config: Config, gpu: Gpu, **options) -> Request:
     if not is_known_here(config.model.name):
         raise ConfigError(f"model.name={config.model.name}: download it and name its folder")
     work = config.workload
-    kind = "float8" if work.fp8 else work.dtype
+    kind = "float8" if work.fp8 or work.fp8_experts else work.dtype
     if kind not in gpu.peaks:
         others = choice(name for name, other in GPUS.items() if kind in other.peaks)
         raise ValueError(f"--gpu {gpu.name} has no peak for {kind}: use {others}, or another dtype")

@@ -27,7 +27,7 @@ SCORE_BYTES = 14  # read and written for each of its scores: softmax, mask, drop
 # Times the bytes that must be moved between matmuls: in norms and residuals, which are few kernels
 # even if nothing fuses them; in rotary and activation, which are many then.
 FUSED, UNFUSED = (0.9, 0.9), (2.0, 3.8)
-CAST_BYTES = {"bf16": 0, "fp8": 4, "mxfp8": 8}  # a number: read, written, and its transpose
+CAST_BYTES = {"bf16": 4, "fp8": 4, "mxfp8": 8}  # a number: read, written, and its transpose
 CASTS_INSIDE = 0.3  # of a layer's casts are left if products of experts quantise
 GROUPED = 1.65  # times as long as the same products one by one
 PERMUTES = {"alltoall": 9.0, "fused": 0.9}  # times the bytes, with sorts and waits of the host
@@ -77,6 +77,9 @@ class LayerTimes:
         self.peak = self.gpu.peaks[self.work.dtype]
         in_8_bits = self.system.precision != "bf16"
         self.narrow = in_8_bits * self.system.layers_in_8_bits  # share of products in 8 bits
+        experts = self.system.experts_in_8_bits
+        experts = in_8_bits if experts is None else experts
+        self.narrow_experts = experts * self.system.layers_in_8_bits
         self.memory_speed = self.gpu.hbm_share * self.gpu.hbm  # H
 
     def layer(self, has_experts: bool = False) -> Layer:
@@ -125,11 +128,10 @@ class LayerTimes:
         here = X // layout.ep  # experts; each has its share of the rows that come from all ranks
         rows = own * c.num_experts_per_tok * layout.etp / here
         each = here * (GROUPED if self.system.expert_kernels == "grouped" else 1.0)
-        narrow = self.narrow * self.system.experts_in_8_bits
         times = {  # the router in TF32, or in the compute dtype
             "router": own * E * X / (2 * self.gpu.matmul_share * self.gpu.peaks["float32"]),
-            "gate, up": 2 * each * self.matmul(rows, E, F, narrow),
-            "down": each * self.matmul(rows, F, E, narrow),
+            "gate, up": 2 * each * self.matmul(rows, E, F, self.narrow_experts),
+            "down": each * self.matmul(rows, F, E, self.narrow_experts),
         }
         if n := c.n_shared_experts:
             inner = n * c.moe_intermediate_size / layout.tp
@@ -165,14 +167,16 @@ class LayerTimes:
         residuals = (6 * self.system.residual_bytes + 8) * c.hidden_size * N / split
         few, many = FUSED if self.system.is_fused else UNFUSED
         moved = few * residuals + many * w * (2 * heads + inner / tp) * N + permuted
-        there, back = self._casts(products, has_experts) if self.narrow else (0.0, 0.0)
+        there, back = self._casts(products, has_experts)
         return (moved + there) / self.memory_speed, (2 * moved + back) / self.memory_speed
 
     def _casts(self, products: Products, has_experts: bool) -> tuple[float, float]:
         """Bytes of rounding to 8 bits: of inputs in forward, of gradients in backward."""
-        each = CAST_BYTES[self.system.precision] * self.narrow
-        if has_experts and not self.system.experts_in_8_bits:
-            products = {name: products[name] for name in ("q, k, v", "o")}
+        share = max(self.narrow, self.narrow_experts) if has_experts else self.narrow
+        each = CAST_BYTES[self.system.precision] * share
+        if has_experts and self.narrow != self.narrow_experts:  # only one kind is in 8 bits
+            kind = ("q, k, v", "o") if self.narrow else ("gate, up", "down")
+            products = {name: products[name] for name in kind}
         elif has_experts and self.system.expert_kernels == "fused":
             each *= CASTS_INSIDE
         there = sum(rows * inputs for rows, inputs, _ in products.values())

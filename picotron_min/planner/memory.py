@@ -275,9 +275,10 @@ def _offloaded(
 
 def _fp8_weights(share: Share, c: ModelConfig, layout: Layout, work: Workload) -> int:
     """FP8: bytes of W and its transpose, beyond the copies in bfloat16 that they replace."""
-    linears = (LayerParameters.of(c, layout, c.has_experts(i)).linears for i in share.layers)
-    in_8_bits = (work.in_fp8(i, c.num_hidden_layers) for i in share.layers)
-    layers = [2 * fp8 * int(size) for fp8, size in zip(in_8_bits, linears, strict=True)]
+    layers, n = [], c.num_hidden_layers
+    for i in share.layers:
+        linears, _, experts = map(int, LayerParameters.of(c, layout, c.has_experts(i)))
+        layers.append(2 * (work.in_fp8(i, n) * linears + work.experts_in_fp8(i, n) * experts))
     if layout.sharding == "parameters":  # of the window that computes
         return max(layers) * math.ceil(len(layers) / sum(not unit.is_end for unit in share.units))
     replaced = work.dtype == "bfloat16" and layout.sharding == "none"

@@ -19,7 +19,7 @@ class System:
 
     precision: Literal["bf16", "fp8", "mxfp8"] = "bf16"  # of layers' linears; fp8: a scale a tensor
     layers_in_8_bits: float = 1.0  # the share of layers, if precision is not bf16
-    experts_in_8_bits: bool = True  # with them
+    experts_in_8_bits: bool | None = None  # None: with them
     attention_kernel: Literal["fa2", "cudnn"] = "fa2"  # cudnn: also FlashAttention-3
     residual_bytes: int = 2  # of a number that layers pass on
     gradient_bytes: int = 4  # in which gradients are accumulated and sent
@@ -61,7 +61,7 @@ def our_system(c: ModelConfig, workload: Workload, device: str = "cuda") -> Syst
     return System(
         precision="fp8" if workload.fp8 else "bf16",
         layers_in_8_bits=(c.num_hidden_layers - 2 * workload.fp8_skip) / c.num_layers,
-        experts_in_8_bits=False,
+        experts_in_8_bits=workload.fp8_experts,
         tp_gather_bytes=1 if workload.fp8 else 2,
         residual_bytes=wide,
         gradient_bytes=wide,

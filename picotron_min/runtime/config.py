@@ -82,7 +82,16 @@ Numbers = section(keys_of(ModelConfig))  # of a model, as they are checked
 RopeNumbers = section(keys_of(RopeScaling))  # likewise
 OVERRIDES = {key: (kind | None, None) for key, (kind, _) in keys_of(ModelConfig).items()}
 del OVERRIDES["rope_scaling"]  # only in a model's own config.json
-OF_MODEL = ("dtype", "flash_attention", "compile", "recompute", "offload", "fp8", "fp8_skip")
+OF_MODEL = (
+    "dtype",
+    "flash_attention",
+    "compile",
+    "recompute",
+    "offload",
+    "fp8",
+    "fp8_experts",
+    "fp8_skip",
+)
 
 
 class Model(section(OVERRIDES | keys_of(Workload, *OF_MODEL) | keys_of(Recipe, "fused"))):

@@ -208,7 +208,8 @@ def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:
         yield from _uneven("etp_size", d.etp_size, {f"moe_intermediate_size={F}": F}, ranks)
         return
     given = {"ep_size": d.ep_size, "etp_size": d.etp_size} | config.model.overrides
-    idle = OF_EXPERTS | {"ep_size": 1, "etp_size": 1, "mlp_only_layers": []}
+    given["fp8_experts"] = config.model.fp8_experts
+    idle = OF_EXPERTS | {"ep_size": 1, "etp_size": 1, "mlp_only_layers": [], "fp8_experts": False}
     idle["moe_intermediate_size"] = F  # a shape that is written whole has it
     if others := [f"{k}={shown(v)}" for k, v in given.items() if k in idle and v != idle[k]]:
         why = f"model.name={config.model.name} has no experts, but {', '.join(others)}"
@@ -217,18 +218,26 @@ def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:
 
 def _fp8_problems(config: Config, c: ModelConfig) -> Iterator[str]:
     m, d, t, layers = config.model, config.distributed, config.training, c.num_hidden_layers
-    if m.fp8 and 2 * m.fp8_skip >= layers:
+    off = "fp8 and fp8_experts to false"
+    if not (m.fp8 or m.fp8_experts):
+        return
+    if 2 * m.fp8_skip >= layers:
         why = f"fp8_skip={m.fp8_skip} leaves no layer of num_hidden_layers={layers} in FP8"
-        yield f"{why}: use at most {(layers - 1) // 2}, or fp8=false"
-    if not m.fp8 or d.use_cpu:
+        yield f"{why}: use at most {(layers - 1) // 2}, or set {off}"
+    if d.use_cpu:
         return
     if m.dtype != "bfloat16":  # see choose_product in precision/float8.py
-        why = f'fp8=true multiplies in 8 bits on GPUs only with dtype="bfloat16", not "{m.dtype}"'
-        yield f"{why}: set that, or fp8 to false, or use_cpu to true to try it"
-    sizes = {f"{what} / tp_size={d.tp_size}": n / d.tp_size for what, n in _mlps(c).items()}
-    tokens = f"micro_batch_size={t.micro_batch_size} x seq_length={t.seq_length}"
-    sizes[f"{tokens} / cp_size={d.cp_size}"] = t.micro_batch_size * t.seq_length / d.cp_size
-    for what, size in (sizes | {"hidden_size": c.hidden_size}).items():
+        why = f'FP8 is multiplied on GPUs only with dtype="bfloat16", not "{m.dtype}"'
+        yield f"{why}: set that, or {off}, or use_cpu to true to try it"
+    sizes = {"hidden_size": c.hidden_size}
+    if m.fp8_experts:
+        what = f"moe_intermediate_size={c.moe_intermediate_size} / etp_size={d.etp_size}"
+        sizes[what] = c.moe_intermediate_size / d.etp_size
+    if m.fp8:
+        sizes |= {f"{what} / tp_size={d.tp_size}": n / d.tp_size for what, n in _mlps(c).items()}
+        tokens = f"micro_batch_size={t.micro_batch_size} x seq_length={t.seq_length}"
+        sizes[f"{tokens} / cp_size={d.cp_size}"] = t.micro_batch_size * t.seq_length / d.cp_size
+    for what, size in sizes.items():
         if size % FP8_MULTIPLE:
-            why = f"fp8=true needs multiples of {FP8_MULTIPLE} on GPUs, and {what} = {size:g}"
-            yield f"{why}: change it, or set fp8 to false"
+            why = f"FP8 needs multiples of {FP8_MULTIPLE} on GPUs, and {what} = {size:g}"
+            yield f"{why}: change it, or set {off}"

@@ -152,13 +152,13 @@ def fill_weights(run, inputs: Inputs, group: dist.ProcessGroup) -> None:
 
 def check_fp8(config: Config, device: torch.device) -> None:
     """Raise ValueError if the GPU cannot multiply 8-bit numbers; a CPU can."""
-    if not config.model.fp8 or device.type == "cpu":
+    if device.type == "cpu" or not (config.model.fp8 or config.model.fp8_experts):
         return
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         raise ValueError(
-            f"model.fp8=true needs GPUs of compute capability 8.9 or more, not {major}.{minor}: "
-            "set it to false, or use newer ones, such as L4, RTX 40 or H100"
+            f"FP8 needs GPUs of compute capability 8.9 or more, not {major}.{minor}: "
+            "set model.fp8 and fp8_experts to false, or use newer ones, such as L4, RTX 40 or H100"
         )
 
 

@@ -229,7 +229,8 @@ def describe(inputs: Inputs) -> dict[str, str]:
         device = "cpu (torch finds no GPU)"
     begins = m.weights or f"random weights, seed {t.seed}"
     rows = {
-        "model": f"{m.name}, {numbers} in {m.dtype}{', linears in FP8' if m.fp8 else ''}",
+        "model": f"{m.name}, {numbers} in {m.dtype}"
+        f"{', linears in FP8' * m.fp8}{', experts in FP8' * m.fp8_experts}",
         "layout": f"{config.world_size} x {device} over {inputs.backend}: {sizes}",
         "step": f"{human(batches.tokens_per_step)} tokens:"
         f" {counted(batches.global_batch, 'sequence')} of {t.seq_length}, {t.micro_batch_size}"

@@ -58,6 +58,7 @@ multi_token: pp=2 m=2 model=depths
 overlap: tp=2 sp tp_overlap
 schedules: pp=2 dp=2 engine=zb_v m=2
 schedules: pp=2 engine=interleaved m=2 sharding=optimizer
+precision: dp=2 ep=2 padded fp8_experts model=softmax
 sharding: dp=2 sharding=parameters fp8 seq_length=32
 sharding: dp=3 sharding=layerwise muon
 """

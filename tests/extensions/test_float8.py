@@ -127,7 +127,10 @@ PROBLEMS = """
 fp8_skip=2 use_cpu | leaves no layer of num_hidden_layers=4 in FP8: use at
 tp=2 intermediate_size=168 | intermediate_size=168 / tp_size=2 = 84: change it
 cp=2 micro_batch_size=1 seq_length=24 | seq_length=24 / cp_size=2 = 12: change
-dtype=float32 | only with dtype="bfloat16", not "float32": set that, or fp8 to false
+dtype=float32 | only with dtype="bfloat16", not "float32": set that, or fp8
+fp8=false fp8_experts | has no experts, but fp8_experts=true: set num_local_experts
+fp8=false fp8_experts num_local_experts=4 moe_intermediate_size=24 | / etp_size=1 = 24: change it
+fp8=false fp8_experts num_local_experts=4 fp8_skip=2 use_cpu | at most 1, or set fp8
 """
 
 
@@ -138,8 +141,9 @@ def test_what_does_not_fit_is_refused_with_numbers_and_remedy(text):
         config_of(**SHAPE | WIDE | {"dtype": "bfloat16"} | options_of(words))
 
 
-def test_old_gpus_are_refused():
-    config = config_of(fp8=True, dtype="bfloat16")
+@pytest.mark.parametrize("key", ["fp8", "fp8_experts"])
+def test_old_gpus_are_refused(key):
+    config = config_of(**{key: True}, dtype="bfloat16", num_local_experts=4)
     gpu = torch.device("cuda", 0)
     with mock.patch("torch.cuda.get_device_capability") as capability:
         capability.return_value = (8, 0)

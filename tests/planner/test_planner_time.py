@@ -168,6 +168,7 @@ forward.passes                | precision=mxfp8 | 0.9 * (residuals + heads + inn
 forward.matmuls               | precision=fp8 layers_in_8_bits=0.5 | (2 * 8 * 576 / 1000 + 1920 / 500 + MATMULS) / 2
 # a mixture casts the rows of experts, too: q, k, v's and o's are 16 and 24 numbers a token
 forward.passes                | eight precision=fp8 | (moved + 9 * 4 * 2 * 2 * 64 + 4 * 8 * (16 + 2 * (8 + 4))) / 500
+forward.passes                | eight experts_in_8_bits=true | (moved + 9 * 4 * 2 * 2 * 64 + 4 * 8 * 2 * (8 + 4)) / 500
 backward.passes               | eight precision=fp8 | (2 * (moved + 9 * 4 * 2 * 2 * 64) + 4 * 8 * (24 + 2 * 16)) / 500
 # experts: 8 tokens x 2 experts from each of two ranks over four, 8 rows each; the router in TF32
 layers._experts()["down"]     | mixture dp=2 ep=2 | 1.65 * 2 * (512 / 500 + 2 * 128 / 500)

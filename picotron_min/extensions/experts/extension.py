@@ -7,6 +7,11 @@ from picotron_min.context_parallel import POSITIONS
 from picotron_min.extension import Extension
 from picotron_min.extensions.experts.balance import measure_balance
 from picotron_min.extensions.experts.dispatch import apply_expert_parallel, keep_experts
+from picotron_min.extensions.experts.float8_experts import (
+    in_8_bits,
+    replace_linears,
+    run_in_8_bits,
+)
 from picotron_min.extensions.experts.grouped import apply_grouped_experts, has_kernel
 from picotron_min.extensions.experts.moe import apply_moe, mixtures
 from picotron_min.extensions.experts.router import Router, RoutingCounts, force_routing
@@ -24,7 +29,10 @@ class Experts(Extension):
         workload: Workload,
         axes: Axes,
         device: torch.device,
+        rows=None,
     ) -> None:
+        """`rows`: products in 8 bits, see float8_experts.py; None: there are none."""
+        self.rows = rows
         self.model_config, self.layout, self.workload = model_config, layout, workload
         self.axes, self.device = axes, device
         self.tally = RoutingCounts(model_config, device)
@@ -39,11 +47,17 @@ class Experts(Extension):
     def connect(self, model: Llama, table: Table) -> None:
         engine, sequence_parallel = self.layout.ep_engine, self.layout.sequence_parallel
         apply_expert_parallel(model, self.axes, engine, sequence_parallel)
+        for moe in in_8_bits(model, self.workload):
+            replace_linears(moe)
 
     def wrap(self, model: Llama) -> None:
-        dtype = getattr(torch, self.workload.dtype)
-        if has_kernel(self.device, dtype):  # else the loop of MoE.run remains
-            apply_grouped_experts(model, dtype, self.layout.etp, model.boundary.queue)
+        dtype, queue = getattr(torch, self.workload.dtype), model.boundary.queue
+        is_grouped = has_kernel(self.device, dtype)
+        for moe in in_8_bits(model, self.workload):
+            has_rows = is_grouped and self.device.type == "cuda"
+            run_in_8_bits(moe, queue, dtype, self.rows, has_rows)
+        if is_grouped:  # else the loop of MoE.run remains
+            apply_grouped_experts(model, dtype, self.layout.etp, queue)
         routers = [moe.gate for moe in mixtures(model)]
         self.routers += routers
         for bias in model.buffers():  # of routers

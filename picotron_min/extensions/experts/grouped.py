@@ -10,6 +10,7 @@ weights are views of the one tensor, and backward adds to each one's gradient, a
 import math
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ def apply_grouped_experts(
         return  # no kernel takes these: the loop remains
     take_apart(model)
     for moe in mixtures(model):
+        if "run" in vars(moe):  # in 8 bits already
+            continue
         projections = [*zip(*(expert.children() for expert in moe.experts.values()), strict=True)]
         has_own_products = type(projections[0][0]) is not Linear  # see kernels/products.py
         if has_own_products and math.prod(sizes) >= LEAST_ALONE:
@@ -59,17 +62,29 @@ def run_together(
     gate: "Stack", up: "Stack", down: "Stack", rows: Tensor, sizes: list[int], weights: Tensor
 ) -> Tensor:
     """In place of MoE.run, rows [r, E] -> [r, E]: three products for all experts of a rank."""
-    ends = on_device(list(accumulate(sizes)), rows.device).int()  # of the rows of each expert
-    inner = F.silu(_Product.apply(gate, ends, rows)) * _Product.apply(up, ends, rows)
-    inner = wide(inner) * weights[:, None]
-    return _Product.apply(down, ends, inner.to(rows.dtype))
+    groups = Groups(sizes, on_device(list(accumulate(sizes)), rows.device).int())
+    given = gate.prepare(rows)  # for both
+    inner = F.silu(_Product.apply(gate, groups, rows, given))
+    inner = inner * _Product.apply(up, groups, rows, given)
+    inner = (wide(inner) * weights[:, None]).to(rows.dtype)
+    return _Product.apply(down, groups, inner, down.prepare(inner))
+
+
+class Groups(NamedTuple):
+    """Which rows each expert has: how many, for the host, and where they end, for the device."""
+
+    sizes: list[int]
+    ends: Tensor
 
 
 class Stack:
     """The same linear of several experts: weights [X, out, in], of which theirs become views."""
 
-    def __init__(self, linears: list[Linear], queue: WeightGradients) -> None:
+    def __init__(
+        self, linears: list[Linear], queue: WeightGradients, has_kernel: bool = True
+    ) -> None:
         self.linears, self.queue, self.joined = linears, queue, None
+        self.has_kernel = has_kernel  # else weight gradients are computed one by one
         for kind in ("weight", "copy"):
             parts = [getattr(linear, kind) for linear in linears]
             if parts[0] is not None:  # else there are no copies, or the weights are sharded
@@ -83,9 +98,23 @@ class Stack:
             return torch.stack([linear.operand for linear in self.linears])
         return self.joined
 
-    def add_weight_gradient(self, x_ends: tuple[Tensor, Tensor], dy: Tensor) -> None:
+    def prepare(self, x: Tensor) -> Tensor:
+        """What `product` multiplies: in 8 bits, the rounded x."""
+        return x.detach()
+
+    def product(self, x: Tensor, groups: Groups) -> Tensor:
+        return F.grouped_mm(x, self.operand.mT, offs=groups.ends)
+
+    def input_gradient(self, dy: Tensor, groups: Groups) -> Tensor:
+        return F.grouped_mm(dy, self.operand, offs=groups.ends)
+
+    def add_weight_gradient(self, x_groups: tuple[Tensor, Groups], dy: Tensor) -> None:
         """Add dy^T x of its rows to every expert's gradient: x [r, in], dy [r, out]."""
-        x, ends = x_ends
+        x, (sizes, ends) = x_groups
+        if not self.has_kernel:
+            for linear, *pair in zip(self.linears, x.split(sizes), dy.split(sizes), strict=True):
+                linear.add_weight_gradient(*pair)
+            return
         gradients = F.grouped_mm(dy.T, x, offs=ends)  # [X, out, in]; zeros of one without rows
         for linear, gradient in zip(self.linears, gradients, strict=True):
             linear.add_gradient(gradient)
@@ -95,14 +124,14 @@ class _Product(torch.autograd.Function):
     """As in linear.py, of all experts."""
 
     @staticmethod
-    def forward(ctx, stack, ends, x):
-        ctx.stack, ctx.ends = stack, ends
+    def forward(ctx, stack, groups, x, given):
+        ctx.stack, ctx.groups = stack, groups
         ctx.save_for_backward(x)
-        return F.grouped_mm(x, stack.operand.mT, offs=ends)
+        return stack.product(given, groups)
 
     @staticmethod
     def backward(ctx, dy):
         stack, dy = ctx.stack, dy.contiguous()  # the kernel reads no expanded tensor
-        dx = F.grouped_mm(dy, stack.operand, offs=ctx.ends)
-        stack.queue.put(stack, (*ctx.saved_tensors, ctx.ends), dy)
-        return None, None, dx
+        dx = stack.input_gradient(dy, ctx.groups)
+        stack.queue.put(stack, (*ctx.saved_tensors, ctx.groups), dy)
+        return None, None, dx, None

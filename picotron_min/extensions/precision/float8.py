@@ -31,7 +31,7 @@ class Float8(NamedTuple):
 
     # uint8, because messages take it, and because autograd would round gradients of a float8.
     bytes: Tensor
-    inverse: Tensor  # [], float32: 1 / scale
+    inverse: Tensor  # [], or [.., 1] of rows, float32: 1 / scale
     kind: torch.dtype  # E4M3 or E5M2
 
     @property
@@ -51,10 +51,16 @@ class Float8(NamedTuple):
 
 
 def quantise(
-    x: Tensor, kind: torch.dtype, maximum: Callable[[Tensor], Tensor] = lambda amax: amax
+    x: Tensor,
+    kind: torch.dtype,
+    maximum: Callable[[Tensor], Tensor] = lambda amax: amax,
+    dim: int | None = None,
 ) -> Float8:
-    """Round x to 8 bits. `maximum` takes amax over all ranks that have a part of x."""
-    amax = maximum(largest(x))
+    """Round x to 8 bits. `maximum` takes amax over all ranks that have a part of x.
+
+    `dim` -1: a scale for each row, see float8_rows.py; None: one for all of x.
+    """
+    amax = maximum(largest(x, dim))
     ratio = torch.finfo(kind).max / amax.clamp(min=SMALLEST_AMAX)
     # With a power of two x * scale is exact: a number is rounded only once, and rounding the result
     # again changes nothing. The bits of the exponent alone, without the mantissa, are the power of
@@ -66,11 +72,11 @@ def quantise(
     return Float8(bytes, 1 / scale, kind)
 
 
-def largest(x: Tensor) -> Tensor:
-    """amax = max |x|, [] in float32; infinite if any number is inf or NaN."""
-    if not x.numel():  # this rank must still call `maximum`: it is a collective
+def largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """amax = max |x|, [] in float32, or [.., 1] along dim; infinite if any is inf or NaN."""
+    if dim is None and not x.numel():  # this rank must still call `maximum`: it is a collective
         return x.new_zeros((), dtype=torch.float32)
-    amax = torch.linalg.vector_norm(x, math.inf).float()
+    amax = torch.linalg.vector_norm(x, math.inf, dim, keepdim=dim is not None).float()
     return amax.nan_to_num(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
 
 

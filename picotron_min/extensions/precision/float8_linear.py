@@ -101,8 +101,8 @@ class _Leave(torch.autograd.Function):
 def apply_float8(model: Llama, workload: Workload, device_type: str) -> None:
     """Let the linears of those layers that are in FP8 multiply in 8 bits, in place.
 
-    The embedding, lm_head, routers and routed experts stay as they are. Routed rows would need a
-    scale each, and a kernel that only GPUs have: docs/log.md, 2026-11-23.
+    The embedding, lm_head, routers and routed experts stay as they are: see float8_rows.py for the
+    last.
     """
     boundary, round8, dtype = model.boundary, quantise, getattr(torch, workload.dtype)
     kind = dtype, choose_product(device_type, dtype)

@@ -1,0 +1,67 @@
+"""Float8 rows: a mixture's experts multiply in 8 bits, with a scale for each row of both factors.
+
+    y[r, n]  =  bytes_x[r] bytes_W[n] / (scale_x[r] scale_W[n])        x [r, k]    W [n, k]
+
+The scale of a whole tensor, as in float8.py, would depend on which tokens the router sends to a
+rank. A row's depends on the row alone: however tokens and experts are spread, the bytes are the
+same, and N ranks train what one rank does. etp ranks have parts of the rows of down's input, and of
+the gradients of gate and up. Each part has a scale of its own, finer than the row's: no message.
+
+W is rounded twice, since dx = dy W has other rows: those of W^T. All is E4M3, the only format that
+GPUs multiply in groups; within a row it spans 2^18, and a row of gradients needs no more.
+
+In production: Transformer Engine's grouped linear, torchao's training of mixtures.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from picotron_min.extensions.precision.float8 import (
+    E4M3,
+    Float8,
+    choose_product,
+    quantise,
+    scaled_product,
+    widened_product,
+)
+
+
+class RowProducts(NamedTuple):
+    """How to round, and to multiply x [r, k], sorted by expert, by w [X, n, k] -> [r, n]."""
+
+    quantise: Callable[[Tensor], Float8]  # [.., k], a scale for each row
+    in_groups: Callable[[Float8, Float8, Tensor], Tensor]  # given where each expert's rows end
+    one_by_one: Callable[[Float8, Float8, Sequence[int]], Tensor]  # given how many each has
+
+
+def row_products(device_type: str, dtype: torch.dtype) -> RowProducts:
+    on_gpu = choose_product(device_type, dtype) is scaled_product
+    product = scaled_rows if on_gpu else widened_product
+    return RowProducts(
+        partial(quantise, kind=E4M3, dim=-1),
+        partial(multiply_in_groups, dtype),
+        partial(multiply_one_by_one, partial(product, dtype=dtype)),
+    )
+
+
+def multiply_in_groups(dtype: torch.dtype, x: Float8, w: Float8, ends: Tensor) -> Tensor:
+    """One kernel for all experts. Groups begin at any row: it aligns only k and n, to 16."""
+    inverses = x.inverse[:, 0], w.inverse[..., 0]
+    return torch._scaled_grouped_mm(x.numbers, w.numbers.mT, *inverses, offs=ends, out_dtype=dtype)
+
+
+def multiply_one_by_one(product: Callable, x: Float8, w: Float8, sizes: Sequence[int]) -> Tensor:
+    rows = zip(x.bytes.split(sizes), x.inverse.split(sizes), strict=True)
+    weights = zip(w.bytes, w.inverse, strict=True)
+    both = zip(rows, weights, strict=True)
+    return torch.cat([product(Float8(*a, x.kind), Float8(*b, w.kind)) for a, b in both])
+
+
+def scaled_rows(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
+    """a [r, k], b [n, k] -> a b^T, in 8 bits."""
+    inverses = a.inverse, b.inverse.T
+    return torch._scaled_mm(a.numbers, b.numbers.T, *inverses, out_dtype=dtype)
