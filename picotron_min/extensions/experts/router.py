@@ -13,6 +13,10 @@ A balance loss is a sum over tokens, as the cross entropy is, and the step divid
 number of target tokens: no rank, micro-batch or pipeline stage needs a factor. Only its gradient is
 added, to the gradient of the scores; the loss that is reported stays the cross entropy.
 
+Kernels of a forward with 64 experts, 8 of them for each of 4,096 tokens, and softmax: 8 to route,
+14 for the balance, 20 to sort rows and add them up (moe.py); 29 of the backward. torch.compile
+joins only the first 8. Transformer Engine has three kernels for route and balance.
+
 Source: Fedus et al. 2021, "Switch Transformers", section 2.2; the bias, Wang et al. 2024,
 "Auxiliary-Loss-Free Load Balancing Strategy". In production: Megatron-LM's `TopKRouter`.
 """
@@ -56,7 +60,7 @@ class Router(nn.Module):
         logits = self.logits(x)
         weights, experts, shares = route(logits, self.config, self.e_score_correction_bias)
         if torch.is_grad_enabled():
-            weights = self._with_losses(weights, shares, logits)
+            weights = self._with_losses(weights, shares, logits, experts)
         return weights, experts
 
     def logits(self, x: Tensor) -> Tensor:
@@ -65,7 +69,9 @@ class Router(nn.Module):
             return F.linear(wide(x), self.weight)
 
     @torch.compiler.disable  # compiled, its gradient would be saved, and replaced in a repeat
-    def _with_losses(self, weights: Tensor, shares: Tensor, logits: Tensor) -> Tensor:
+    def _with_losses(
+        self, weights: Tensor, shares: Tensor, logits: Tensor, experts: Tensor
+    ) -> Tensor:
         """The weights, unchanged; in backward the losses' gradients are added, see _Attach."""
         routing = self.routing
         if routing.moe_z_loss_coeff:
@@ -76,14 +82,21 @@ class Router(nn.Module):
         # away: nothing to attach, to count or to send.
         balances = routing.moe_seq_aux_loss_coeff, routing.moe_aux_loss_coeff
         if any((*balances, routing.moe_global_aux_loss_coeff)) and not self.tally.is_paused:
-            weights = _Attach.apply(weights, shares, self._balance(shares).expand_as(shares))
+            # A bias and groups also choose: else the experts are those with the largest shares.
+            best = experts if self.e_score_correction_bias is None else None
+            balance = self._balance(shares, best).expand_as(shares)
+            weights = _Attach.apply(weights, shares, balance)
         return weights
 
     @torch.no_grad()
-    def _balance(self, shares: Tensor) -> Tensor:
-        """Gradient of the balance losses, [B, S, X] -> [B, 1, X]: f, the same for all tokens."""
+    def _balance(self, shares: Tensor, best: Tensor | None = None) -> Tensor:
+        """Gradient of the balance losses, [B, S, X] -> [B, 1, X]: f, the same for all tokens.
+
+        `best`: each token's k best experts by share, if these are known already.
+        """
         routing, X, tally = self.routing, shares.shape[-1], self.tally
-        best = shares.topk(self.config.num_experts_per_tok).indices  # without bias and groups
+        if best is None:  # without bias and groups
+            best = shares.topk(self.config.num_experts_per_tok).indices
         counts = torch.zeros_like(shares).scatter_(-1, best, 1.0).sum(1)
         counts = self.sum_over_sequences(counts)  # [B, X], of whole sequences
         of_step = tally.counts_of_step[self.layer]  # [X]
