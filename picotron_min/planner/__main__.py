@@ -7,25 +7,24 @@ calibrate CONFIG METRICS ...          what your machine reaches, from runs on it
 validate tests/published_runs*.csv    the time model beside published runs
 """
 
-import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from picotron_min.planner import calibrate, config_files, show, validate
 from picotron_min.planner.choices import CHOICES
+from picotron_min.planner.config_files import HARDWARE
 from picotron_min.planner.search import nothing_fits, search
+from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import GPUS
-from picotron_min.runtime.json_file import write_json
+from picotron_min.runtime.json_file import read_json, write_json
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 the user's mistakes, or nothing fits."""
     flags = build_parser().parse_args(arguments)
     try:
-        config_files.refuse_out_of_bounds(flags)
         flags.run(flags)
         return 0
     except OSError as error:
@@ -49,12 +48,11 @@ def build_parser() -> ArgumentParser:
         commands.choices[name].set_defaults(run=run)
         return add
 
-    command("search", run_search, add_search, add_machine, add_prediction)
-    add = command("config", run_config, add_machine, add_prediction)
+    command("search", run_search, add_search, add_machine)
+    add = command("config", run_config, add_machine)
     add("file", type=Path, metavar="FILE")
     add = command("calibrate", run_calibration, add_machine)
     add("files", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
-    add("--hardware", type=Path, default=HARDWARE, metavar="FILE", help="default: %(default)s")
     add = command("validate", run_validation)
     add("files", type=Path, nargs="+", metavar="FILE", help="tables of runs")
     return parser
@@ -62,37 +60,31 @@ def build_parser() -> ArgumentParser:
 
 def add_search(add: Callable) -> None:
     add("--model", required=True, help="a preset, or a folder in Hugging Face form")
-    add("--gpus", type=int, required=True, metavar="N", help="how many")
-    add("--seq_length", type=int, required=True, metavar="N", help="tokens")
-    add("--global_batch", type=int, required=True, metavar="N", help="sequences, not tokens")
-    add("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on GPUs")
+    add("--gpus", type=number, required=True, metavar="N", help="how many")
+    add("--seq_length", type=number, required=True, metavar="N", help="tokens")
+    add("--global_batch", type=number, required=True, metavar="N", help="sequences, not tokens")
+    add("--dtype", choices=["bfloat16", "float32", "float64"], default="bfloat16")
     add("--precision", choices=["bf16", "fp8"], default="bf16", help="of the layers' linears")
     add("--optimizer", choices=["adamw", "muon", "sgd"], default="adamw")
     add("--compile", action="store_true", help="with model.compile")
     add("--fix", default="", metavar="tp=4,...", help=f"choices to keep: {', '.join(CHOICES)}")
-    add("--top", type=int, default=10, metavar="N", help="layouts in the table")
+    add("--top", type=number, default=10, metavar="N", help="layouts in the table")
     add("--write", type=Path, metavar="FILE", help="write the best layout's config.json")
 
 
 def add_machine(add: Callable) -> None:
-    add("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}, or cpu; default: H100")
-    add("--gpus_per_node", type=int, metavar="N", help="default: 8 of most GPUs")
-    add("--network", type=float, metavar="GBIT", help="a second and GPU; default: 400")
-    add("--cores", type=int, metavar="N", help="of a CPU, which its ranks share")
+    add("--gpu", choices=GPUS, default="H100", metavar="NAME", help=", ".join(GPUS))
+    add("--gpus_per_node", type=number, metavar="N", help="default: 8 of most GPUs")
+    add("--network", type=number, metavar="GBIT", help="a second and GPU; default: 400")
 
 
-def add_prediction(add: Callable) -> None:
-    add("--hardware", type=written, default=HARDWARE, metavar="FILE", help="from calibrate")
-    add("--json", action="store_true", help="print numbers, not text")
+MOST = 2**20  # of each number: above it a search takes hours
 
 
-HARDWARE = Path("hardware.json")
-
-
-def written(text: str) -> Path:
-    if not (path := Path(text)).is_file():
-        raise ArgumentTypeError(f"{text} is no file: write it with calibrate, or leave it out")
-    return path
+def number(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) <= MOST):
+        raise ArgumentTypeError(f"{text}: use a number above 0 and at most {MOST}")
+    return int(text)
 
 
 def run_search(flags: Namespace) -> None:
@@ -101,11 +93,7 @@ def run_search(flags: Namespace) -> None:
     found = search(request, flags.top)
     if not found:
         raise ValueError(nothing_fits(request))
-    if flags.json:
-        numbers = [show.as_numbers(request, candidate) for candidate in found]
-        print(json.dumps(numbers, indent=2))
-    else:
-        print(show.plan_text(request, found))
+    print(show.plan_text(request, found))
     if flags.write:
         config_files.write(request, found[0], flags.write)
         left = "dataset.name, training.learning_rate and total_train_steps, checkpoint.load_path"
@@ -114,11 +102,9 @@ def run_search(flags: Namespace) -> None:
 
 def run_config(flags: Namespace) -> None:
     """what is predicted for a config"""
-    request, candidate = config_files.of_config(flags, flags.file)
-    if flags.json:
-        print(json.dumps(show.as_numbers(request, candidate), indent=2))
-    else:
-        print(show.blocks(request, [candidate]))
+    config = parse_config(read_json(flags.file))
+    request, candidate = config_files.predicted(config, config_files.gpu_of(flags))
+    print(show.blocks(request, [candidate]))
 
 
 def run_calibration(flags: Namespace) -> None:
@@ -126,23 +112,24 @@ def run_calibration(flags: Namespace) -> None:
     files = flags.files
     if len(files) % 2:
         raise ValueError(f"calibrate has {len(files)} files: give pairs, CONFIG METRICS ...")
-    runs = []
-    for config, metrics in zip(files[::2], files[1::2], strict=True):
-        request, candidate = config_files.of_config(flags, config)
+    gpu, runs = config_files.gpu_of(flags), []
+    for path, metrics in zip(files[::2], files[1::2], strict=True):
+        config = parse_config(read_json(path))
+        if config.distributed.use_cpu:
+            raise ValueError(f"{path} has use_cpu true: name runs on GPUs")
+        request, candidate = config_files.predicted(config, gpu)
         seconds = calibrate.read_metrics(metrics, request, candidate)
         setting = request.setting(candidate.layout, candidate.workload)
         runs.append(calibrate.Observation(setting, seconds))
     found = calibrate.calibrate(runs)
-    gpu = replace(runs[0].setting.gpu, **found)
-    for name in calibrate.CALIBRATED:
-        how = "found" if name in found else "as it was: these runs do not show it"
-        print(f"{name:<16}{getattr(gpu, name):>10.3g}  {how}")
+    for name, value in found.items():
+        print(f"{name:<16}{value:>10.3g}")
     how = "fitted, as many unknowns as runs" if len(found) == len(runs) else "predicted"
-    for config, error in zip(files[::2], calibrate.errors_of(runs, found), strict=True):
-        print(f"{config}: {how}, {error:+.1%} from measured")
-    reached = {gpu.name: {name: getattr(gpu, name) for name in calibrate.CALIBRATED}}
-    write_json(flags.hardware, calibrate.read_found(flags.hardware) | reached)
-    print(f"wrote {flags.hardware}")
+    for path, error in zip(files[::2], calibrate.errors_of(runs, found), strict=True):
+        print(f"{path}: {how}, {error:+.1%} from measured")
+    known = calibrate.read_found(HARDWARE)
+    write_json(HARDWARE, known | {gpu.name: known.get(gpu.name, {}) | found})
+    print(f"wrote {HARDWARE}")
 
 
 def run_validation(flags: Namespace) -> None:

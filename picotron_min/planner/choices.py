@@ -3,15 +3,14 @@
     grids           (tp, cp, pp, dp) whose product is the number of GPUs
     groups          x sequence parallelism, cp engine, experts, recompute, micro-batch: how long the
                     compute of a step takes, and so how fast it can be at best
-    schedules, sharding     the bubble, messages of dp, memory
+    variants        x schedule, chunks, sharding: the bubble, messages of dp, memory
 
-What fits is decided by the rules for config files.
+Sizes are powers of two; dp is what is left of the GPUs. What fits is decided by the rules for
+config files.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -47,27 +46,22 @@ class Request:
     fixed: Mapping[str, object] = field(default_factory=dict)  # some of CHOICES
 
     @property
-    def device(self) -> str:
-        return "cpu" if self.gpu.name == "cpu" else "cuda"
-
-    @property
     def budget(self) -> float:
         """Bytes of a GPU that a plan may use."""
-        return FILL * self.gpu.memory - (LIBRARY_BYTES if self.device == "cuda" else 0)
+        return FILL * self.gpu.memory - LIBRARY_BYTES
 
     @property
     def budget_text(self) -> str:
         """The budget, and how it is computed."""
-        made = f"{self.gpu.memory / 1e9:.0f} x {FILL:g}"
-        made += f" - {LIBRARY_BYTES / 1e9:.0f} for libraries" if self.device == "cuda" else ""
-        return f"{gb(self.budget)} ({made})"
+        left = f"{LIBRARY_BYTES / 1e9:.0f} for libraries"
+        return f"{gb(self.budget)} ({self.gpu.memory / 1e9:.0f} x {FILL:g} - {left})"
 
     def setting(self, layout: Layout, workload: Workload) -> Setting:
-        system = our_system(self.model_config, workload, self.device)
+        system = our_system(self.model_config, workload)
         return Setting(self.model_config, self.gpu, layout, workload, system)
 
     def memory(self, layout: Layout, workload: Workload) -> RankMemory:
-        return memory_per_rank(self.model_config, layout, workload, self.device)
+        return memory_per_rank(self.model_config, layout, workload)
 
     def candidate(self, layout: Layout, workload: Workload) -> "Candidate":
         prediction = predict(self.setting(layout, workload))
@@ -80,27 +74,28 @@ class Request:
             return [self.fixed[name]]
         match name:
             case "tp":
-                return [n for n in divisors(gpus) if n <= min(MOST_TP, self.gpu.gpus_per_node)]
+                return powers_in(gpus, min(MOST_TP, self.gpu.gpus_per_node))
             case "cp":
-                return divisors(gpus // (tp * pp) or 1)
+                return powers_in(gpus // (tp * pp))
             case "pp":
-                return divisors(gpus // (tp * cp) or 1)
+                return powers_in(gpus // (tp * cp), self.model_config.num_hidden_layers)
             case "ep":
-                return divisors(self.model_config.num_local_experts or 1)
+                return powers_in(self.model_config.num_local_experts or 1)
             case "micro_batch_size":
-                return divisors(self.global_batch // layout.dp)
+                return powers_in(self.global_batch // layout.dp)
             case "sequence_parallel":
                 return [False, True] if tp > 1 else [False]
             case "cp_engine":
                 return ["ring", "ulysses"] if cp > 1 else ["ring"]
             case "pp_engine":
-                return list(SCHEDULES) if pp > 1 else ["1f1b"]
+                # afab is as fast as 1f1b, and needs more memory.
+                return [n for n in SCHEDULES if n != "afab"] if pp > 1 else ["1f1b"]
             case "pp_chunks":
                 most = self.model_config.num_hidden_layers // pp  # else stages outnumber layers
                 least = layout.schedule.chunks
-                if layout.schedule.fixed_chunks or least == 1:
+                if layout.schedule.fixed_chunks:
                     most = min(most, least)
-                return range(least, most + 1)
+                return [n for n in POWERS if least <= n <= most]
             case "recompute":
                 return KEYS["model.recompute"]["enum"]
             case "sharding":
@@ -144,17 +139,16 @@ def grids(request: Request) -> Iterator[Layout]:
             for pp in request.values("pp", Layout(tp=tp, cp=cp)):
                 dp = request.gpus // (tp * cp * pp)
                 fits = dp == request.fixed.get("dp", dp) and tp * cp * pp * dp == request.gpus
-                has_layers = pp <= request.model_config.num_hidden_layers
-                if fits and has_layers and request.global_batch % dp == 0:
+                if fits and request.global_batch % dp == 0:
                     yield Layout(tp=tp, cp=cp, pp=pp, dp=dp)
 
 
-def schedules(request: Request, pp: int) -> dict[str, list[int]]:
-    """Engines, each with the numbers of chunks that a rank can have."""
-    if pp == 1:  # without a pipeline all others only need more memory
-        return {request.fixed.get("pp_engine", "1f1b"): [request.fixed.get("pp_chunks", 1)]}
-    layouts = [Layout(pp=pp, pp_engine=name) for name in request.values("pp_engine", Layout(pp=pp))]
-    return {layout.pp_engine: request.values("pp_chunks", layout) for layout in layouts}
+def variants(request: Request, layout: Layout) -> Iterator[Layout]:
+    """A layout with each schedule and each kind of sharding."""
+    for engine in request.values("pp_engine", layout):
+        numbers = request.values("pp_chunks", replace(layout, pp_engine=engine))
+        for chunks, kind in product(numbers, request.values("sharding", layout)):
+            yield replace(layout, pp_engine=engine, pp_chunks=chunks, sharding=kind)
 
 
 def rule_problems(request: Request, layout: Layout, work: Workload) -> list[str]:
@@ -169,7 +163,9 @@ def rule_problems(request: Request, layout: Layout, work: Workload) -> list[str]
     return problems or list(model_problems(config, request.model_config))
 
 
-@lru_cache
-def divisors(number: int) -> tuple[int, ...]:
-    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*low, *(number // n for n in low)}))
+POWERS = [2**i for i in range(21)]
+
+
+def powers_in(number: int, most: int = 2**20) -> list[int]:
+    """The powers of two that divide a number."""
+    return [n for n in POWERS if number % n == 0 and n <= most]

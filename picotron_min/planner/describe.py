@@ -68,11 +68,9 @@ def print_prediction(config: Config, gpu: Gpu) -> None:
         print(f"does not fit     {gb(needed)} of {request.budget_text}, on {on}")
         print(f"  the planner looks for a layout that fits:  {planner_command(config, gpu)}")
     else:
-        step, number = candidate.prediction.step, measures(request, candidate)
-        low, high = number["interval"]
-        each = number["tokens_per_second_per_device"]
-        speed = f"{each:,.0f} tokens/s a GPU, MFU {number['mfu']:.1%}"
-        print(f"predicted step   {step:.3g} s, {speed} on {on}: see python -m picotron_min.planner")
+        each, (low, high), mfu, _ = measures(request, candidate)
+        step = f"{candidate.prediction.step:.3g} s, {each:,.0f} tokens/s a GPU, MFU {mfu:.1%}"
+        print(f"predicted step   {step} on {on}: see python -m picotron_min.planner")
         print(f"  {low:,.0f} to {high:,.0f} tokens/s a GPU in nine of ten runs. {OTHERS_RUNS}")
         chosen = {"offload": config.model.offload, "tp_overlap": config.distributed.tp_overlap}
         if left_out := " and ".join(key for key, value in chosen.items() if value):

@@ -145,7 +145,7 @@ class LayerTimes:
         if self.work.flash_attention:
             share = self.gpu.attention_share
             if self.system.attention_kernel == "cudnn":
-                share = self.gpu.cudnn_share or share
+                share = self.gpu.cudnn_share
             forward = 2 * pairs * D / (share * self.peak)
             return forward, ATTENTION_BACKWARD * forward
         forward = 4 * pairs * D / (WRITTEN_OUT * self.gpu.matmul_share * self.peak)  # no half

@@ -103,7 +103,7 @@ def parameter_bytes(share: Share, layout: Layout, workload: Workload) -> dict[st
     for unit in share.units:
         elements.update(unit.elements)
         owned[unit.is_end] += sum(unit.rows.values())
-        buffers += unit.buffers(layout)
+        buffers += unit.buffers
     # What the optimizer has: all of what is whole, and of each sharded unit a row of its buffer.
     hidden, others = elements["hidden"] + owned[False], elements["others"] + owned[True]
     weights = wide * (hidden + others)
@@ -131,7 +131,7 @@ def travelling(
     gathers, is_loss = layout.sharding == "parameters", freed is None
     reduces = gathers or layout.sharding == "gradients"
     layer, end = (
-        max((unit.buffers(layout) for unit in share.units if unit.is_end is is_end), default=0)
+        max((unit.buffers for unit in share.units if unit.is_end is is_end), default=0)
         for is_end in (False, True)
     )
     if is_loss:

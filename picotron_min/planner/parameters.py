@@ -105,11 +105,8 @@ class Unit(NamedTuple):
     parts: list[Part]  # that the rank has something of: no other ranks' experts
     rows: dict[str, float]
     elements: Counter[str]  # of parts, by kind: "hidden", "others", and "sharded_" of both
-    is_end: bool = False  # not of layers
-
-    def buffers(self, layout: Layout) -> float:
-        """Elements of its buffers [n, R]."""
-        return sum(layout.axis_sizes[axis] * R for axis, R in self.rows.items())
+    buffers: int  # elements of all [n, R]
+    is_end: bool  # not of layers
 
 
 class Share(NamedTuple):
@@ -183,7 +180,8 @@ def _unit(
     for axis, matrices in sharded.items():
         shards = {i: shard_of(table[names[i]]) for i in matrices}
         rows[axis] = lay_out(matrices, shards, sizes[axis])[1]
-    return Unit(parts, rows, elements, is_end=names[0] in (EMBEDDING, NORM, HEAD))
+    buffers = sum(sizes[axis] * R for axis, R in rows.items())
+    return Unit(parts, rows, elements, buffers, is_end=names[0] in (EMBEDDING, NORM, HEAD))
 
 
 @lru_cache(maxsize=16)

@@ -45,8 +45,7 @@ class Load(NamedTuple):
     parts: Seconds  # a micro-batch's forward and backward, without data parallelism
     forward: float  # seconds of a micro-batch, behind which messages can travel
     backward: float
-    parameters: float
-    groups: list[tuple[Link, float]]  # these, by the link of the ranks that share them
+    groups: list[tuple[Link, float]]  # parameters, by the link of the ranks that share them
 
 
 class StepTime(LayerTimes):
@@ -95,13 +94,8 @@ class StepTime(LayerTimes):
         mean = sum(map(mul, totals, ranks.values())) / layout.pp
         slowest = times[totals.index(max(totals))]
         parts = {name: m * seconds for name, seconds in slowest.items()}
-        busy = sum(parts.values())
         idle = layout.schedule.bubble(layout.pp, m, layout.pp_chunks)
-        bubble = m * mean * idle / (1 - idle)  # idle slots beside each busy one
-        # Of ranks that share cores, the others compute faster while one waits: a step takes as long
-        # as the work of all, or as the longest chain at a whole core's speed if that is longer.
-        share = self.gpu.core_share
-        parts["bubble"] = max(0.0, share * bubble - (1 - share) * busy)
+        parts["bubble"] = m * mean * idle / (1 - idle)  # idle slots beside each busy one
         # All wait for the rank with the most to do after its last backward.
         after = [(self.gradients(rank), self.optimizer(rank)) for rank in ranks]
         gradients, optimizer = max(after, key=sum)
@@ -141,7 +135,7 @@ class StepTime(LayerTimes):
         ends = (1 + bool(both)) * bool(rank.embedding or rank.head) * vocabulary
         others += ends + further * 2 * c.hidden_size**2
         groups = [(self.dp_link, others), (self.expert_link, of_experts)]
-        self.loads[rank] = Load(parts, forward, backward, others + of_experts, groups)
+        self.loads[rank] = Load(parts, forward, backward, groups)
         return self.loads[rank]
 
     @cached_property
@@ -178,7 +172,8 @@ class StepTime(LayerTimes):
             return 0.0
         g = self.system.gradient_bytes
         bytes_each = self.width + 2 * g if self.work.num_micro_batches > 1 else 6
-        return bytes_each * self.load(rank).parameters / self.memory_speed
+        parameters = sum(elements for _, elements in self.load(rank).groups)
+        return bytes_each * parameters / self.memory_speed
 
     def optimizer(self, rank: Rank) -> float:
         sharded, (owned, any_) = self.layout.sharding != "none", self.system.optimizer_bytes
@@ -226,7 +221,7 @@ class StepTime(LayerTimes):
 
     def gradients(self, rank: Rank) -> float:
         """Once a step: the messages of gradients, and of updated weights if they are sharded."""
-        _, forward, backward, _, groups = self.load(rank)
+        _, forward, backward, groups = self.load(rank)
         kind, system = self.layout.sharding, self.system
         if all(over.size == 1 for over, elements in groups if elements):
             return 0.0

@@ -53,7 +53,7 @@ class System:
     repeats: tuple[float, float] | None = None
 
 
-def our_system(c: ModelConfig, workload: Workload, device: str = "cuda") -> System:
+def our_system(c: ModelConfig, workload: Workload) -> System:
     """This project as a model and a workload use it."""
     wide, fused = WIDE[workload.dtype], workload.compile
     # See linear.py (one matmul for each weight), model.py (the residual stream is wide), loss.py
@@ -68,7 +68,7 @@ def our_system(c: ModelConfig, workload: Workload, device: str = "cuda") -> Syst
         is_fused=fused,
         joins_linears=False,
         logit_bytes=8.0 if fused else 40.0,
-        stripe_rows=STRIPE_ROWS[device],
+        stripe_rows=STRIPE_ROWS["cuda"],
         optimizer_bytes=(50.0, 0.0),
         hides_gathers=True,
         exposed_bucket=BUCKET_BYTES,

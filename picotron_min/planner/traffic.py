@@ -66,14 +66,10 @@ def by_axis(of: Counter[tuple[str, str]]) -> Counter[str]:
 
 
 def planned_ledger(
-    model_config: ModelConfig,
-    layout: Layout,
-    workload: Workload,
-    rank: int = 0,
-    device: str = "cuda",
+    model_config: ModelConfig, layout: Layout, workload: Workload, rank: int = 0
 ) -> Sent:
     """The bytes by axis and collective, and how often a rank calls each."""
-    step = _Step(model_config, layout, workload, rank, device)
+    step = _Step(model_config, layout, workload, rank)
     step.activations()
     step.parameters()
     X, L = model_config.num_local_experts, model_config.num_layers
@@ -86,10 +82,8 @@ def planned_ledger(
 class _Step:
     """What a rank sends in all micro-batches of a step."""
 
-    def __init__(
-        self, config: ModelConfig, layout: Layout, work: Workload, rank: int, device: str
-    ) -> None:
-        self.config, self.layout, self.work, self.device = config, layout, work, device
+    def __init__(self, config: ModelConfig, layout: Layout, work: Workload, rank: int) -> None:
+        self.config, self.layout, self.work = config, layout, work
         rows = {axis: ranks_of_axis(layout, axis, rank) for axis in (*layout.axis_sizes, "ends")}
         self.places = {axis: row.index(rank) for axis, row in rows.items()}
         self.sent = Sent({axis: len(row) for axis, row in rows.items()})
@@ -111,7 +105,7 @@ class _Step:
         if ranks[-1] == me:  # see VocabularyParallelHead: its input; and three numbers a token
             self._boundary(self.m, self.m, self.narrow * (1 + further))
             rows = self.tokens * (1 + further)
-            stripes = math.ceil(rows / STRIPE_ROWS[self.device])
+            stripes = math.ceil(rows / STRIPE_ROWS["cuda"])
             for numbers in (1, 2):  # the largest logit; the sum and the target's
                 sent = numbers * self.wide * rows / stripes
                 self.sent.all_reduce("tp", sent, self.m * stripes)

@@ -20,18 +20,13 @@ WIDTH = 2.4  # sigma on both sides, for 90%
 EXPERT_SIZES = {768, 1536, 2880}  # of the mixtures among the runs
 
 
-def sigma(prediction: Prediction, is_mixture: bool) -> float:
-    """The relative error of a step's time, as a standard deviation."""
-    shares = {name: seconds / prediction.step for name, seconds in prediction.parts.items()}
-    parts = sum((share * ERRORS[name]) ** 2 for name, share in shares.items())
-    return math.sqrt(OF_A_RUN**2 + parts + is_mixture * OF_A_MIXTURE**2)
-
-
 def interval(speed: float, prediction: Prediction, setting: Setting) -> tuple[float, float]:
     """The 90% interval of a speed, twice as wide where no run is similar."""
     is_mixture = bool(setting.model_config.num_local_experts)
-    times = 2 if unlike(setting) else 1
-    factor = math.exp(times * WIDTH * sigma(prediction, is_mixture))
+    shares = {name: seconds / prediction.step for name, seconds in prediction.parts.items()}
+    parts = sum((share * ERRORS[name]) ** 2 for name, share in shares.items())
+    sigma = math.sqrt(OF_A_RUN**2 + parts + is_mixture * OF_A_MIXTURE**2)
+    factor = math.exp((2 if unlike(setting) else 1) * WIDTH * sigma)
     return speed / factor, speed * factor
 
 

@@ -113,19 +113,6 @@ TEXTS = ("precision", "attention_kernel", "overlap", "reduces", "dispatcher", "e
 DEFAULTS = {name: getattr(System(), name) for name in TEXTS} | {"tp_messages": "4 4"}
 
 
-class Errors(NamedTuple):
-    """Of some runs, without signs."""
-
-    median: float
-    nine_tenths: float  # of the runs are not worse
-    worst: float
-
-
-def errors_of(runs: list[Run]) -> Errors:
-    sizes = sorted(abs(run.error) for run in runs)
-    return Errors(median(sizes), sizes[-(-9 * len(sizes) // 10) - 1], sizes[-1])
-
-
 def sweep(runs: list[Run]) -> list[Run]:
     """The runs to be put in order: all of "rank", and counted ones of the same sweep."""
     sweeps = {run.name.split("-mbs")[0] for run in runs if run.use == "rank"}
@@ -152,11 +139,13 @@ def report(runs: list[Run]) -> str:
     for kind in kinds if len(kinds) > 1 else ():
         groups[kind] = [run for run in counted if run.kind == kind]
     for name, some in groups.items():
-        errors, within = errors_of(some), sum(run.is_within for run in some) / len(some)
+        sizes = sorted(abs(run.error) for run in some)
+        nine_tenths = sizes[-(-9 * len(sizes) // 10) - 1]  # of the runs are not worse
+        within = sum(run.is_within for run in some) / len(some)
         width = median(run.interval[1] / run.predicted - 1 for run in some)
         lines.append(
-            f"{len(some):>4} {name:16} error of MFU {errors.median:.1%} in the median, at most"
-            f" {errors.nine_tenths:.1%} in nine of ten, {errors.worst:.1%} in all;"
+            f"{len(some):>4} {name:16} error of MFU {median(sizes):.1%} in the median, at most"
+            f" {nine_tenths:.1%} in nine of ten, {sizes[-1]:.1%} in all;"
             f" {within:.0%} within their intervals (median width {width:.0%})"
         )
     if ranked := sweep(runs):

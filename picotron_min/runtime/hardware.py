@@ -40,7 +40,6 @@ class Gpu:
     network_share: float = 0.46
     latency: float = 55e-6  # seconds until the first byte of a message arrives
     hop: float = 4e-6  # and more for each further rank of a ring
-    core_share: float = 1.0  # of a core, that a rank on a CPU has: less if ranks outnumber cores
 
 
 # Dense peaks in TFLOP/s: bfloat16 and float64 on matrix units with full accumulation, float32

@@ -128,8 +128,8 @@ step.head                     | stripe_rows=4 | 6 * (640 / 500 + 2 * 152 / 500) 
 step.head                     | depths=2 | 3 * (3840 / 500 + 2 * 512 / 500) + 1920 / 500 + 6 * (2048 / 500 + 2 * 320 / 500)
 step.head                     | depths=2 tp=2 sp=true | 3 * (1920 / 500 + 2 * 352 / 500) + 960 / 500 + 6 * (1024 / 500 + 2 * 224 / 500)
 # parameters, accumulation, optimizer
-step.load(WHOLE).parameters   |  | ALL
-step.load(WHOLE).parameters   | tied=true | ALL - 80
+parameters(WHOLE)             |  | ALL
+parameters(WHOLE)             | tied=true | ALL - 80
 step.accumulation(WHOLE)      |  | 6 * ALL / 500
 step.accumulation(WHOLE)      | m=2 | (2 + 2 * 4) * ALL / 500
 step.accumulation(WHOLE)      | m=2 dp=2 sharding=parameters | 0
@@ -183,16 +183,13 @@ forward.passes                | mixture dispatcher=fused | (moved + 0.9 * 1024) 
 forward.ep                    | eight dp=8 ep=8 | 2 * (1.0 * 128 / 20 + 1)
 forward.ep                    | eight dp=8 ep=8 dispatcher=fused | 2 * (0.75 * 128 / 20 + 1)
 # experts are on one rank each: not reduced, not gathered, and its own to update
-step.load(MIXED).parameters   | mixture dp=2 ep=2 sharding=optimizer | 8 * (2 * 3 * 4 + 4) + experts
+parameters(MIXED)             | mixture dp=2 ep=2 sharding=optimizer | 8 * (2 * 3 * 4 + 4) + experts
 step.gather(step.load(MIXED).groups) | mixture dp=2 ep=2 sharding=optimizer | 0.5 * 2 * 224 / 50 + 1.1
 step.optimizer(MIXED)         | mixture dp=2 ep=2 sharding=optimizer | (30 * (112 + experts) + 4 * (224 + experts)) / 500
 # the bubble: (p - 1) micro-batches of a balanced pipeline; two chunks halve it
 parts["bubble"]               | pp=2 m=4 | busy(HALF)
 predicted.step                | pp=2 m=4 | 5 * busy(HALF) + parts["optimizer"]
 parts["bubble"]               | pp=2 m=4 pp_engine=interleaved pp_chunks=2 | busy(HALF) / 2
-# ranks that share cores: others compute while one waits, as 0.9 or a half of a core at once
-parts["bubble"]               | pp=2 m=4 core_share=0.9 | 0.9 * busy(HALF) - 0.1 * 4 * busy(HALF)
-parts["bubble"]               | pp=2 m=4 core_share=0.5 | 0
 # with equal layers, the last rank has the head besides, and sets the pace
 predicted.pipeline            | pp=2 m=4 is_balanced=false | 4 * busy(LAST) + (busy(FIRST) + busy(LAST)) / 2
 """  # noqa: E501
@@ -229,6 +226,7 @@ def test_times_are_those_worked_out_by_hand(row):
     names |= {"layers": layers, "step": step, "predicted": prediction}
     names |= {"plain": StepTime(replace(at, system=System()))}
     names |= {"our": our_system(at.model_config, at.workload)}
+    names |= {"parameters": lambda rank: sum(n for _, n in step.load(rank).groups)}
     names |= {"link": lambda size, stride: link(at.gpu, size, stride)}
     names |= {"busy": lambda rank: sum(step.micro_batch(rank).values())}
     assert eval(quantity, names) == pytest.approx(eval(seconds, names), rel=1e-6)

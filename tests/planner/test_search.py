@@ -1,19 +1,23 @@
 """The search against trying everything, and the reasons for what it finds."""
 
-import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
 from picotron_min.extensions.settings import Workload
-from picotron_min.planner.choices import FILL, Request, groups, rule_problems, schedules
-from picotron_min.planner.config_files import fixed_choices
-from picotron_min.planner.explain import EXPLAINED, why
-from picotron_min.planner.search import TIE, options, search
-from picotron_min.planner.show import plan_text
+from picotron_min.planner.choices import (
+    FILL,
+    LIBRARY_BYTES,
+    Request,
+    groups,
+    rule_problems,
+    variants,
+)
+from picotron_min.planner.config_files import config_of, fixed_choices
+from picotron_min.planner.explain import EXPLAINED, what_if, why
+from picotron_min.planner.search import TIE, order, search
 from picotron_min.planner.step_time import predict
-from picotron_min.planner.uncertainty import OF_A_RUN, WIDTH
+from picotron_min.runtime.config_file import parse_config
 from picotron_min.runtime.hardware import GPUS
 from picotron_min.runtime.public_models import find_preset
 
@@ -31,47 +35,20 @@ def fixed(request: Request, text: str) -> Request:
 
 @pytest.mark.parametrize("asked", [TINY, EXPERTS], ids=["dense", "experts"])
 def test_the_search_finds_what_trying_everything_finds(asked):
-    every = []
-    for group, work in groups(asked):
-        for engine, numbers in schedules(asked, group.pp).items():
-            for chunks, kind in product(numbers, asked.values("sharding", group)):
-                at = replace(group, pp_engine=engine, pp_chunks=chunks, sharding=kind)
-                if not rule_problems(asked, at, work):
-                    seconds = predict(asked.setting(at, work)).step
-                    every.append((seconds, asked.memory(at, work).total))
+    layouts = [(at, work) for group, work in groups(asked) for at in variants(asked, group)]
+    possible = [layout for layout in layouts if not rule_problems(asked, *layout)]
+    every = [(predict(asked.setting(*at)).step, asked.memory(*at).total) for at in possible]
     sizes = sorted(memory for _, memory in every)
     for share in (1.0, 0.2, 0.05):  # of all that fits
         limit = sizes[int(share * (len(sizes) - 1))]
-        asked = replace(asked, gpu=replace(asked.gpu, memory=(limit + 1e9) / FILL + 1))
+        asked = replace(asked, gpu=replace(asked.gpu, memory=(limit + LIBRARY_BYTES) / FILL + 1))
         found = search(asked, top=5)
         best = min(seconds for seconds, memory in every if memory <= asked.budget)
-        assert min(c.prediction.step for c in found) == best
-        assert found[0].prediction.step <= TIE * best
+        assert best == min(c.prediction.step for c in found) >= found[0].prediction.step / TIE
+        assert [order(c) for c in found] == sorted(order(c) for c in found)
         for c in found:
-            exact = asked.candidate(c.layout, c.workload)
-            assert c == exact and c.memory.total <= asked.budget
-
-
-BOUNDS = {
-    "dense": TINY,
-    "experts": EXPERTS,
-    "mixed": replace(EXPERTS, model_config=MIXTURE.override(mlp_only_layers=(1,)), gpus=4),
-    "sgd": replace(TINY, work=replace(WORK, dtype="float32", optimizer="sgd")),
-    "8 bits": replace(LLAMA, work=replace(LONG, fp8=True)),
-}
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_the_quick_bound_never_exceeds_the_exact_memory(name):
-    draw, request, seen = random.Random(0), BOUNDS[name], 0
-    for layout, work in draw.sample(list(groups(request)), 12):
-        every = list(options(request, layout, work))
-        for least, changes in draw.sample(every, min(6, len(every))):
-            at = replace(layout, **changes)
-            if not rule_problems(request, at, work):
-                assert least <= request.memory(at, work).total, (at, work)
-                seen += 1
-    assert seen > 5
+            assert c == asked.candidate(c.layout, c.workload)
+            assert c.memory.total <= asked.budget
 
 
 def test_a_number_of_chunks_that_does_not_fit_leaves_the_next_fastest(monkeypatch):
@@ -83,34 +60,38 @@ def test_a_number_of_chunks_that_does_not_fit_leaves_the_next_fastest(monkeypatc
         "picotron_min.planner.search.rule_problems",
         lambda request, layout, work: ["no"] * (layout.pp_chunks == 4),
     )
-    assert [c.layout.pp_chunks for c in search(asked)] == [3]
+    assert [c.layout.pp_chunks for c in search(asked)] == [2]
 
 
-def test_fixed_choices_stay_and_are_not_explained():
+def test_fixed_choices_stay_and_are_written_but_not_explained():
     asked = fixed(LLAMA, "tp=2,sequence_parallel=true,recompute=full,pp_engine=1f1b,pp=2")
-    found = search(asked, top=3)
-    chosen = [{name: c.chosen[name] for name in asked.fixed} for c in found]
-    assert chosen == [asked.fixed] * 3
-    assert not asked.fixed.keys() & {reason.choice for reason in why(asked, found[0])}
+    for candidate in search(asked, top=3):
+        assert {name: candidate.chosen[name] for name in asked.fixed} == asked.fixed
+        config = parse_config(config_of(asked, candidate))
+        assert (config.layout, config.workload) == (candidate.layout, candidate.workload)
+    assert not asked.fixed.keys() & {line.split()[0] for line in why(asked, candidate)}
 
 
 def test_every_choice_of_the_best_layout_is_explained():
     asked = replace(LLAMA, gpus=32)
-    (best,) = search(fixed(asked, "tp=4,pp=2,pp_engine=interleaved,cp=2"), top=1)
-    reasons = list(why(asked, best))
-    assert {reason.choice for reason in reasons} == {*EXPLAINED} - {"ep"}
-    shown = " ".join(plan_text(asked, [best]).split())
-    assert all(reason.text in shown for reason in reasons)
-    for reason in (reason for reason in reasons if reason.candidate):
-        there = reason.candidate
-        assert there.chosen[reason.choice] == reason.other
-        slower = there.prediction.step / best.prediction.step - 1
-        if there.memory.total > asked.budget:
-            assert f"need {there.memory.total / 1e9:.1f} GB of" in reason.text
-        elif "toss-up" not in reason.text:
-            assert f"{slower:.1%} slower" in reason.text and slower >= WIDTH * OF_A_RUN
+    (best,) = search(fixed(asked, "tp=4,pp=2,pp_engine=interleaved,cp=2,dp=2"), top=1)
+    lines = list(why(asked, best))
+    assert {line.split()[0] for line in lines} == {*EXPLAINED} - {"ep"}
+    assert all(f"{name} {best.chosen[name]}, not " in "\n".join(lines) for name in ("tp", "cp"))
 
 
-def test_the_first_has_fewest_axes_of_the_fastest_and_the_others_are_in_order():
-    steps = [c.prediction.step for c in search(replace(LLAMA, gpus=64, global_batch=512), top=6)]
-    assert len(steps) == 6 and steps[1:] == sorted(steps[1:]) and steps[0] <= TIE * min(steps)
+# The best of these choices, one of them with another value, and what is said of that.
+REASONS = """
+tp=1,pp=1,dp=8 | micro_batch_size=64 | it would not divide 8 GPUs, or 64 sequences
+tp=1,pp=1,dp=8 | sharding=none | GB of 72.6 GB: optimizer state
+tp=1,pp=1,dp=8 | ep=2 | it is not possible: model.name=
+tp=1,pp=1,dp=8 | recompute=full | slower: recomputed
+tp=1,pp=2,pp_engine=zb_v | pp=1 | a toss-up (
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("row", REASONS)
+def test_a_reason_says_what_goes_wrong(row):
+    choices, other, reason = row.split(" | ")
+    (best,), (choice, other) = search(fixed(LLAMA, choices), top=1), *fixed_choices(other).items()
+    assert reason in what_if(LLAMA, best, choice, other)
