@@ -39,8 +39,7 @@ def saved_per_token(
     full        1 E: the layer's input              nothing
 
     n is 1 on GPUs, whose norms keep their input, and 2 on CPUs, which also keep it normalised. A
-    prediction layer keeps 3 n E and 2 E more: its input [2E], as eh_proj's input, too, and the
-    input of the norm behind it. Where it is recomputed, (1 + n) E more.
+    prediction layer keeps 3 n E + 2 E more, for eh_proj and its norms; recomputed, (1 + n) E more.
 
     Linears in FP8 keep their inputs in one byte a number: norms' outputs, the product, and
     attention's output, which attention itself keeps in the compute dtype, too. In float32 a GPU's
