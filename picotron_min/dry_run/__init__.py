@@ -3,7 +3,7 @@
     device.py      what a GPU has and this machine lacks
     recorder.py    what a step allocates, sends and waits for
     run.py         build a rank's part of a run, and train it for a step
-    fit.py         do the messages of several ranks fit together?
+    messages.py    do the messages of several ranks fit together?
 
 Nothing imports this package: it looks at the trainer from outside.
 """

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from picotron_min.dry_run.fit import kinds_of_ranks, misfit
+from picotron_min.dry_run.messages import kinds_of_ranks, misfit
 from picotron_min.dry_run.recorder import Recorder
 from picotron_min.dry_run.run import dry_run, shortened
 from picotron_min.planner.choices import Request

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from picotron_min.dry_run.__main__ import lines_of, main
 from picotron_min.dry_run.device import GPU, STAND_INS, as_rank, aten
-from picotron_min.dry_run.fit import kinds_of_ranks, misfit
+from picotron_min.dry_run.messages import kinds_of_ranks, misfit
 from picotron_min.dry_run.recorder import Message, Recorder
 from picotron_min.dry_run.run import batches_of, dry_run, shortened
 from picotron_min.extensions.build import build_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from picotron_min.dry_run.fit import kinds_of_ranks, misfit
+from picotron_min.dry_run.messages import kinds_of_ranks, misfit
 from picotron_min.dry_run.run import dry_run
 from picotron_min.extensions.settings import Layout
 from tests.rows import row
