@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("counts.json")
 TORCH = torch.__version__.rpartition(".")[0]
 SIZES = {"use_cpu": False, "dtype": "bfloat16", "hidden_size": 64, "intermediate_size": 64}
 ROWS = """
-core: m=2 optimizer=adamw model=qk-norm
+core: m=2 optimizer=adamw model=families
 overlap: tp=2 dp=2 sp recompute=selective
 schedules: pp=2 m=4 engine=zb_h1 model=tied
 sharding: dp=2 m=2 sharding=parameters fp8 seq_length=32
