@@ -25,7 +25,6 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.pipeline_schedule import SENDS, Plan
 from picotron_min.placement import placements
 from picotron_min.planner.choices import Request, rule_problems
-from picotron_min.planner.config_files import cpu
 from picotron_min.planner.memory import (
     Moment,
     moments_of,
@@ -42,7 +41,7 @@ SIZES, MOST_RANKS = (1, 2, 4, 8), 16
 MODELS = {
     name: Request(find_preset(name), gpu, 1, work, 1, name)
     for name, gpu, work in (
-        ("tiny", cpu(1, 1), Workload(256, 8, 1, "float32")),
+        ("tiny", GPUS["H100"], Workload(256, 8, 1, "float32")),
         ("Llama-3.1-8B", GPUS["H100"], Workload(8192, 1, 1, "bfloat16")),
     )
 }
@@ -143,7 +142,7 @@ def costs(of: Request) -> dict[str, object]:
             layout = layout_of(engine, pp, cp=n, tp=tp, sequence_parallel=sp)
             shares = shares_of_ranks(config, layout, work.seq_length)
             for m in SIZES if n < MOST_RANKS else ():  # cp goes to 8
-                given = config, layout, replace(work, num_micro_batches=m), of.device
+                given = config, layout, replace(work, num_micro_batches=m), "cuda"
                 ranks = [moments_of(rank, share, *given) for rank, share in enumerate(shares)]
                 add("activations", f"{pp} {m} {n} {tp} {sp:d}", ([r[0][1]] for r in ranks))
             if n < MOST_RANKS:  # the same for any m
