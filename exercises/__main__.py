@@ -18,7 +18,6 @@ from exercises import progress
 from exercises.design import design
 from exercises.exercise import FOLDER, GATES, WIDTH, Exercise, Verdict
 from exercises.grade import grade
-from exercises.gradescope import autograder
 from exercises.handout import handout
 from exercises.hunts import hunt
 from exercises.sandbox import Sandbox
@@ -33,7 +32,6 @@ OF_UNIT = 4
 OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
     "folder": {"type": Path, "help": "to write: outside of this one, and new; or what to grade"},
-    "zip": {"type": Path, "help": "what to write"},
     "--solution": {"action": "store_true", "help": "check the course's own"},
     "--seed": {"type": int, "default": 0, "help": "for other sizes and data"},
     "--config": {"type": Path, "default": FOLDER.parent / "config.json", "help": "of the run"},
@@ -158,7 +156,7 @@ def train(number: int, config: Path, steps: int) -> int:
     return int(not compare(exercise, path, exercise.changed(settings), steps))
 
 
-COMMANDS = (list_, start, read, check, hint, train, hunt, design, handout, grade, autograder)
+COMMANDS = (list_, start, read, check, hint, train, hunt, design, handout, grade)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

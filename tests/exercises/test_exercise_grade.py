@@ -1,9 +1,8 @@
-"""Marks for a class: points, hunts and designs, and Gradescope."""
+"""Marks for a class: points, hunts and designs, and the results of Gradescope."""
 
 import csv
 import json
 import os
-import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -97,14 +96,3 @@ def test_without_words_all_exercises_count_and_what_was_handed_in_of_others(tmp_
         (tmp_path / name).touch()
     names = [task.name for task in tasks_of([], [tmp_path])]
     assert names[0] == "01" and names[-3:] == ["24", "design 1", "hunt 7"]
-
-
-def test_the_zip_has_the_scripts_and_the_course(tmp_path):
-    words = ["--seed", "7", "--exercises", "4=20", "hunt4"]
-    assert commands.main(["autograder", f"{tmp_path}/a.zip", *words]) == 0
-    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
-        names, run = archive.namelist(), archive.read("run_autograder").decode()
-        assert archive.getinfo("run_autograder").external_attr >> 16 == 0o755
-    assert "--seed 7 --exercises 4=20 hunt4" in run and {"setup.sh", "Dockerfile"} <= {*names}
-    assert {"exercises/e04_shift.py", "picotron_min/collectives.py"} <= {*names}
-    assert not [name for name in names if name.endswith(".pyc") or "tests/" in name]
