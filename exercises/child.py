@@ -1,20 +1,15 @@
-"""One check, in a process of its own, which sandbox.py starts.
+"""One check, in a process of its own, which sandbox.py starts and ends.
 
-    supervise ── fork ── run: limits itself, reads the student's file, sends its verdict as JSON
-        └ kills all that the check has left running
-
-Modules that import torch are imported within functions: sandbox.py imports this one.
+It limits itself, reads the student's file, and sends its verdict as JSON. Modules that import torch
+are imported within functions: sandbox.py imports this one.
 """
 
-import contextlib
-import ctypes
 import io
 import json
 import os
 import resource
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -24,63 +19,30 @@ from exercises.exercise import Verdict, load
 from exercises.source import BadFile, parse_checked, solution
 from exercises.world import line_in
 
-# A check that has computed, or is there, for so long reports its line. One that cannot is killed.
-STUCK_CPU_SECONDS, STUCK_SECONDS, KILL_SECONDS = 5, 60, 120
+# A check that has computed for so long reports its line. sandbox.py ends one that only waits.
+STUCK_CPU_SECONDS = 5
 LIMITS = {"RLIMIT_CPU": 60, "RLIMIT_AS": 4 * 2**30, "RLIMIT_FSIZE": 10 * 2**20, "RLIMIT_CORE": 0}
 PRINTED = 2000  # characters of what a student prints that are kept
-PR_SET_CHILD_SUBREAPER = 36  # of Linux
 
 
-def supervise(number: int | str, file: str, seed: int, verdicts: Connection) -> None:
-    """Fork a check, and end all that it leaves behind."""
-    os.setsid()  # Ctrl-C is for the process that waits for the verdict
-    if sys.platform == "linux":  # what a check leaves behind becomes a child of this process
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: (end_children(), os._exit(1)))
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
-        if not (pid := os.fork()):
-            run(number, Path(file), seed, verdicts, work)
-        _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(OSError):  # all of its group have ended
-            os.killpg(pid, signal.SIGKILL)
-        end_children()
-    code = os.waitstatus_to_exitcode(status)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    with contextlib.suppress(OSError):  # after the check's own verdict nobody reads this one
-        send(Verdict(False, {}, "lost", f"The check {how} and left no verdict."), verdicts)
-
-
-def send(verdict: Verdict, verdicts: Connection) -> None:
-    verdicts.send_bytes(json.dumps(verdict._asdict()).encode())
-
-
-def end_children() -> None:
-    """Kill all children; on Linux the children of each then become ours, and so on."""
-    place = Path(f"/proc/self/task/{os.getpid()}/children")
-    while pids := place.read_text().split() if place.exists() else []:
-        for pid in map(int, pids):
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-
-def run(number: int | str, path: Path, seed: int, verdicts: Connection, work: str) -> None:
+def run(number: int | str, file: str, seed: int, verdicts: Connection, work: str) -> None:
     """Send the verdict on a file, and end this process."""
+    os.setsid()  # a group of processes, which is ended as a whole, and gets no Ctrl-C
     printed = Printed()
 
     def finish(verdict: Verdict) -> None:
-        set_timers(0, 0)
-        send(verdict._replace(printed=printed.shown()), verdicts)
+        stop_after(0)
+        verdict = verdict._replace(printed=printed.shown())
+        verdicts.send_bytes(json.dumps(verdict._asdict()).encode())
         os._exit(0)  # threads of a student may still run
 
     try:
-        os.setsid()  # a group of processes, which is killed as a whole
+        path = Path(file)
         os.chdir(work)
         os.environ.clear()
         for stream in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
         sys.stdout = sys.stderr = printed
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         limit_resources()
         stop_when_stuck(path, finish)
         finish(_design(path) if number == "design" else _exercise(int(number), path, seed))
@@ -96,18 +58,15 @@ def limit_resources() -> None:
         resource.setrlimit(getattr(resource, limit), (value, value))
 
 
-def set_timers(cpu_seconds: float, seconds: float) -> None:
+def stop_after(cpu_seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def stop_when_stuck(student: Path, finish: Callable[[Verdict], None]) -> None:
-    """From now on end a check that computes or sleeps for too long, with the student's line."""
+    """From now on end a check that computes for too long, with the student's line."""
 
-    def stop(number: int, _: object) -> None:
-        is_cpu = number == signal.SIGPROF
-        limit = f"{STUCK_CPU_SECONDS} s of computing" if is_cpu else f"{STUCK_SECONDS} s"
-        message = f"Stopped after {limit}: it has not ended."
+    def stop(*_: object) -> None:
+        message = f"Stopped after {STUCK_CPU_SECONDS} s of computing: it has not ended."
         stacks = map(traceback.extract_stack, sys._current_frames().values())
         # Of the rank that runs: the other ranks pause.
         stacks = (stack for stack in stacks if "pause" not in (f.name for f in stack))
@@ -115,9 +74,8 @@ def stop_when_stuck(student: Path, finish: Callable[[Verdict], None]) -> None:
             message += f"\n    it was at {where}"
         finish(Verdict(False, {}, "timeout", message))
 
-    for kind in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(kind, stop)
-    set_timers(STUCK_CPU_SECONDS, STUCK_SECONDS)
+    signal.signal(signal.SIGPROF, stop)
+    stop_after(STUCK_CPU_SECONDS)
 
 
 def _exercise(number: int, path: Path, seed: int) -> Verdict:
@@ -130,7 +88,7 @@ def _exercise(number: int, path: Path, seed: int) -> Verdict:
     exercise = load(number)
     text = solution(exercise) if str(path) == "solution" else path.read_text(errors="replace")
     outcome = outcome_of(exercise, text, path, seed)
-    set_timers(0, 0)  # what follows may run all known mistakes
+    stop_after(0)  # what follows may run all known mistakes
     return verdict_on(exercise, outcome, seed)
 
 
