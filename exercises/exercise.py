@@ -74,7 +74,6 @@ class Verdict(NamedTuple):
     message: str
     picture: str = ""
     printed: str = ""  # by the student's code
-    seconds: float = 0.0  # until it was there
 
 
 class Mistake(NamedTuple):

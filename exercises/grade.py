@@ -8,23 +8,22 @@ marks.csv                       a line for each student and task
 
 import csv as tables
 import json as texts
+import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
-from operator import itemgetter
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from exercises.design import measure
 from exercises.exercise import GATES, constant, files, load
-from exercises.hunts import ANSWER, HUNTS, judge
+from exercises.hunts import HUNTS, judge
 from exercises.sandbox import WARNING, Sandbox
 
 # What there is about a task where nothing was handed in. The table and Gradescope's results are
 # made of such records.
 ROW = {"student": "", "exercise": "", "points": 0, "of": 0, "passed": 0, **dict.fromkeys(GATES, "")}
-ROW |= {"mistake": "", "seconds": 0, "message": ""}
+ROW |= {"mistake": "", "message": ""}
 POINTS = 10  # of an exercise, where nothing else is given
 OTHERS = {"design": [1], "hunt": [*HUNTS]}  # by number
 Row = dict[str, Any]
@@ -59,53 +58,41 @@ def parse_task(text: str) -> Task:
     return Task(kind, number, float(found[3] or POINTS))
 
 
-def tasks_of(words: list[str], students: list[Path]) -> list[Task]:
-    """What is named; else all exercises, and those hunts and designs that somebody handed in."""
-    if words:
-        return [*map(parse_task, words)]
-    handed_in = {path.name for student in students for path in student.glob("*.py")}
-    others = (Task(kind, n) for kind, numbers in OTHERS.items() for n in numbers)
-    return [*(Task("exercise", n) for n in files()), *(t for t in others if t.file in handed_in)]
+def tasks_of(words: list[str]) -> list[Task]:
+    """What is named; else all exercises."""
+    return [*map(parse_task, words or map(str, files()))]
 
 
 def students_in(folder: Path) -> list[Path]:
-    there = folder.iterdir() if folder.is_dir() else ()
-    students = sorted(p for p in there if p.is_dir() and p.name[0] not in "._")
+    students = sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] not in "._")
     if not students:
-        problem = "has no folders" if folder.is_dir() else "is no folder"
-        raise ValueError(f"{folder} {problem}: name one that has a folder for each student")
+        raise ValueError(f"{folder} has no folders: name one that has a folder for each student")
     return students
 
 
-def grade(
-    folder: Path, csv: Path, json: Path | None, jobs: int, seed: int, exercises: list[str]
-) -> None:
+def grade(folder: Path, csv: Path, json: Path | None, seed: int, exercises: list[str]) -> None:
     """Check the files of a class; with --json, of one student."""
-    students, rows = [folder] if json else students_in(folder), []
-    tasks = [(one, task) for task in tasks_of(exercises, students) for one in students]
-    tasks.sort(key=itemgetter(0))  # by student
+    students, tasks = [folder] if json else students_in(folder), tasks_of(exercises)
     (json or csv).open("a").close()  # now, and not after all checks, if it cannot be written
     print(WARNING)
+    rows: list[Row] = []
     try:
         # The first optimizer of a process imports this.
-        check_all(Sandbox("torch._dynamo"), tasks, seed, jobs, rows)
+        check_all(Sandbox("torch._dynamo"), students, tasks, seed, rows)
     finally:  # what is done stays, if this is ended
         (write_results if json else write_table)(json or csv, rows)
-    print(*summary(rows), sep="\n")
 
 
 def check_all(
-    sandbox: Sandbox, tasks: list[tuple[Path, Task]], seed: int, jobs: int, rows: list[Row]
+    sandbox: Sandbox, students: list[Path], tasks: list[Task], seed: int, rows: list[Row]
 ) -> None:
-    """Add a row for each task, in their order."""
-    with ThreadPoolExecutor(jobs) as pool:
+    """Add a row for each task of each student, and print a line for each student."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            for row in pool.map(lambda task: row_of(sandbox, *task, seed), tasks):
+            for row in pool.map(lambda job: row_of(sandbox, *job, seed), product(students, tasks)):
                 rows.append(row)
-                what = "passed" if row["passed"] else row["mistake"] or f"{row['points']} points"
-                what = f"{len(rows)} of {len(tasks)}  {row['student']}  {row['exercise']}  {what}"
-                if row["mistake"] != "missing":  # these are in the summary
-                    print(what, flush=True)
+                if len(rows) % len(tasks) == 0:
+                    print(summary(rows[-len(tasks) :]), flush=True)
         except BaseException:  # Ctrl-C, too: leave nothing running
             pool.shutdown(wait=False, cancel_futures=True)
             sandbox.end()
@@ -133,8 +120,7 @@ def _exercise(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[floa
     marks = {gate: str(int(not text)) for gate, text in gates.items() if text != "not checked"}
     lines = [f"{gate} {GATES[gate]}: {text or 'passed'}" for gate, text in gates.items()]
     text = "\n".join(["passed"] if passed else [verdict.message, *lines])
-    more = {"mistake": verdict.mistake, "seconds": verdict.seconds, "message": text}
-    return share_of(passed, marks), marks | more
+    return share_of(passed, marks), marks | {"mistake": verdict.mistake, "message": text}
 
 
 def share_of(passed: bool, marks: dict[str, str]) -> float:
@@ -147,8 +133,6 @@ def share_of(passed: bool, marks: dict[str, str]) -> float:
 
 def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:
     answer, reason = constant(path, "ANSWER"), constant(path, "REASON")
-    if answer == ANSWER:  # as the sheet has it
-        return 0.0, {"mistake": "not_answered", "message": "not answered"}
     near = judge(HUNTS[task.number], str(answer))
     name = {"right": "", "file": "right_file_alone"}.get(near, near)
     return float(not name), {"mistake": name, "message": f"{answer}: {near}\nreason: {reason}"}
@@ -179,11 +163,10 @@ def write_results(path: Path, rows: list[Row]) -> None:
     path.write_text(texts.dumps({"stdout_visibility": "hidden", "tests": tests}, indent=2) + "\n")
 
 
-def summary(rows: list[Row]) -> Iterator[str]:
-    """What each student has passed, and which files are missing."""
-    for student, found in groupby(rows, itemgetter("student")):
-        own = [*found]
-        points = " of ".join(f"{sum(row[key] for row in own):g}" for key in ("points", "of"))
-        yield f"{student}: {sum(row['passed'] for row in own)} of {len(own)}, {points} points"
-        if missing := [row["exercise"] for row in own if row["mistake"] == "missing"]:
-            yield f"    missing: {', '.join(missing)}"
+def summary(own: list[Row]) -> str:
+    """What a student has passed, and which files are missing."""
+    passed = sum(row["passed"] for row in own)
+    points = " of ".join(f"{sum(row[key] for row in own):g}" for key in ("points", "of"))
+    text = f"{own[0]['student']}: {passed} of {len(own)}, {points} points"
+    missing = ", ".join(row["exercise"] for row in own if row["mistake"] == "missing")
+    return f"{text}, missing {missing}" if missing else text

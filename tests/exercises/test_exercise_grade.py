@@ -23,7 +23,7 @@ def test_a_class_gets_a_table_and_a_student_results_for_gradescope(tmp_path, mon
     (tmp_path / "class/carol/hunt_2.py").write_text(ANSWERED)
     verdict = Verdict(False, {"V": "", "B": "wrong", "O": ""}, "a_name", "a sentence")
     monkeypatch.setattr(grade, "Sandbox", lambda *_: SimpleNamespace(check=lambda *_: verdict))
-    words = ["--exercises", "4=20", "hunt2", "--jobs", "1"]
+    words = ["--exercises", "4=20", "hunt2"]
     table = ["--csv", str(tmp_path / "marks.csv")]
     assert commands.main(["grade", str(tmp_path / "class"), *table, *words]) == 0
     with (tmp_path / "marks.csv").open(newline="") as stream:
@@ -31,7 +31,7 @@ def test_a_class_gets_a_table_and_a_student_results_for_gradescope(tmp_path, mon
     assert len(rows) == 4 and rows["alice", "04"]["points"] == "15.0"
     assert "a sentence\nV value: passed\nB bytes: wrong" in rows["alice", "04"]["message"]
     out = capsys.readouterr().out
-    assert "alice: 0 of 2, 15 of 30 points\n    missing: hunt 2\n" in out and "Not isolated" in out
+    assert "alice: 0 of 2, 15 of 30 points, missing hunt 2\n" in out and "Not isolated" in out
     table = ["--json", str(tmp_path / "results.json")]
     assert commands.main(["grade", str(tmp_path / "class/carol"), *table, *words]) == 0
     shift, hunt = json.loads((tmp_path / "results.json").read_text())["tests"]
@@ -41,7 +41,7 @@ def test_a_class_gets_a_table_and_a_student_results_for_gradescope(tmp_path, mon
 
 REFUSED = """
 class | has no folders: name one
-class/none | is no folder: name one
+class/none | No such file
 . --csv class/none/a.csv | No such file
 . --exercises x | is no task
 . --exercises hunt5 | use one of 1, 2, 3, 4, 6, 7
@@ -61,14 +61,14 @@ def test_what_cannot_be_graded_is_refused_before_the_first_check(tmp_path, monke
 
 def test_a_record_trusts_no_text_and_reads_only_plain_files(tmp_path):
     gates = {"V": "wrong", "B": "", "O": "not checked"}
-    verdict = Verdict(False, gates, "=1,\n" + "x" * 50, "text", seconds=1.5)
+    verdict = Verdict(False, gates, "=1,\n" + "x" * 50, "text")
 
     def row(*task) -> dict:
         return row_of(SimpleNamespace(check=lambda *_: verdict), tmp_path, Task(*task), 0)
 
     (tmp_path / "04_shift.py").touch()
     found = row("exercise", 4)
-    assert found["mistake"] == "1" + "x" * 39 and found["seconds"] == 1.5
+    assert found["mistake"] == "1" + "x" * 39
     assert [found[key] for key in ("V", "B", "O", "passed")] == ["0", "1", "", 0]
     (tmp_path / "05_ring.py").symlink_to(tmp_path / "04_shift.py")  # perhaps another student's
     os.mkfifo(tmp_path / "06_buffer.py")
@@ -76,7 +76,7 @@ def test_a_record_trusts_no_text_and_reads_only_plain_files(tmp_path):
         found = row("exercise", number)
         assert found["mistake"] == "missing" and "there is 04_shift.py" in found["message"]
     for answer, mistake in (
-        (SHEET.format(number=2), "not_answered"),
+        (SHEET.format(number=2), "no_answer"),
         (ANSWERED.replace("measure_gradient", "clip"), "right_file_alone"),
         ("ANSWER = print()", "no_answer"),
     ):
@@ -90,9 +90,7 @@ def test_gate_v_is_half_and_the_others_share_the_rest(marks, share):
     assert share_of(True, {"V": "1"}) == 1
 
 
-def test_without_words_all_exercises_count_and_what_was_handed_in_of_others(tmp_path):
+def test_without_words_all_exercises_count():
     assert parse_task("4=20") == Task("exercise", 4, 20)
-    for name in ("design_1.py", "hunt_7.py", "hunt_8.py"):
-        (tmp_path / name).touch()
-    names = [task.name for task in tasks_of([], [tmp_path])]
-    assert names[0] == "01" and names[-3:] == ["24", "design 1", "hunt 7"]
+    names = [task.name for task in tasks_of([])]
+    assert names[0] == "01" and names[-1] == "24"
