@@ -140,8 +140,7 @@ class Exercise:
         *self.hints, self.remember = [" ".join(text[2:].split()) for text in marked]
         defined = {symbol.get_name() for symbol in symtable(text, "", "exec").get_symbols()}
         self.gates = [*dict.fromkeys(gate for name, gate in GATE_OF.items() if name in defined)]
-        self.text_of_mistakes = constant(path, "MISTAKES")
-        self.mistakes = mistakes_in(self.text_of_mistakes)
+        self.mistakes = mistakes_in(constant(path, "MISTAKES"))
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:

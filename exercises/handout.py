@@ -1,31 +1,27 @@
-"""The tree that a class gets: without answers and without history, and what the teacher keeps.
+"""The tree that a class gets: without answers and without history.
 
     python -m exercises handout FOLDER --exercises 2 5 10
 
 FOLDER              the course; bodies of the chosen functions raise NotImplementedError
 FOLDER/exercises    course.zip, the whole course, with which checks run
-FOLDER.teacher.md   solutions, known mistakes, the hunts, answers to the course's questions
 """
 
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from exercises.exercise import FOLDER, ROOT, Exercise, files, load
-from exercises.source import COURSE, NOT_WRITTEN, emptied, find
+from exercises.exercise import ROOT, Exercise, files, load
+from exercises.grade import tasks_of
+from exercises.source import NOT_WRITTEN, emptied, find
 
 KEPT = ["train.py", "create_config.py", "config.json", "pyproject.toml", "README.md", "LICENSE"]
 KEPT += [".gitignore", "CITATION.cff", "tests/published_runs.csv", "tests/published_runs_2.csv"]
+# Without __init__.py an installed course would be found before a class's tree.
+KEPT += ["exercises/__init__.py", "exercises/launch.py"]
 FOLDERS = ["picotron_min", "docs", "benchmarks"]  # no tests: they need all bodies, and show some
 PACKED = ["train.py", "config.json", "picotron_min", "difference", "exercises"]
-# A file of the handout -> the file that it is here. Without __init__.py an installed course would
-# be found before a class's tree.
-FOR_STUDENTS = {
-    "exercises/__init__.py": "exercises/__init__.py",
-    "exercises/__main__.py": "exercises/launch.py",
-}
 # Pages that end with a part for somebody else, "## For ...": it has what comes before (0), or that.
 PARTS = {"docs/course.md": 0, "docs/teaching.md": 1, "AGENTS.md": 1}
 # What train.py does there before it imports torch, and the tree's own files after it.
@@ -44,25 +40,15 @@ OWN = re.compile(r"exercises/(\d|design_\d|hunt_\d|progress.json)")
 
 def handout(folder: Path, exercises: list[str]) -> None:
     """Write the tree for a class: without answers."""
-    if other := [word for word in exercises if not word.isdecimal()]:
-        problem = "name exercises by their numbers; hunts and designs are always in"
-        raise ValueError(f"{', '.join(other)}: {problem}")
-    if FOLDER.parent != ROOT:
-        raise ValueError("this tree is itself a handout: make others from the whole course")
-    teacher = folder.parent / f"{folder.name}.teacher.md"
-    if there := [path for path in (folder, teacher) if path.exists()]:
-        raise ValueError(f"{there[0]} is there already: name a new folder")
-    if folder.resolve().is_relative_to(ROOT):
-        raise ValueError(f"{folder} is inside of the course: name a folder outside of {ROOT}")
-    chosen = [load(int(number)) for number in exercises or files()]
-    copies = {name: name for name in files_in(KEPT + FOLDERS)}
-    for name, source in (copies | FOR_STUDENTS).items():
+    if folder.exists() or folder.resolve().is_relative_to(ROOT):
+        raise ValueError(f"{folder} is there already, or in {ROOT}: name a new folder outside")
+    chosen = [load(task.number) for task in tasks_of(exercises) if task.kind == "exercise"]
+    for name in files_in(KEPT + FOLDERS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / source, folder / name)
+        shutil.copyfile(ROOT / name, folder / name)
+    (folder / "exercises/launch.py").rename(folder / "exercises/__main__.py")
     for name, part in PARTS.items():
         (folder / name).write_text(_split(name)[part])
-    for path in folder.rglob("*.md"):
-        path.write_text(_without_links(path, folder))
     ignored = (folder / ".gitignore").read_text()  # not the files that students hand in
     (folder / ".gitignore").write_text(re.sub(r"(?m)^exercises/.*\.py\n", "", ignored))
     for name, text in _without_bodies(chosen).items():
@@ -70,9 +56,8 @@ def handout(folder: Path, exercises: list[str]) -> None:
     run = (folder / "train.py").read_text().replace("\nimport torch\n", RUN_PACKED)
     (folder / "train.py").write_text(run)
     pack(folder / "exercises/course.zip", chosen)
-    teacher.write_text("\n".join(_for_teacher(chosen)))
     print(f"{len(chosen)} exercises in {folder}: give this folder to the class")
-    print(f"answers in {teacher}: keep it, with your whole course, which grades")
+    print("keep your whole course, which grades, and has the answers: docs/teaching.md")
     print("exercises/course.zip is packed, not secret: it has the answers")
 
 
@@ -107,37 +92,5 @@ def _without_bodies(chosen: list[Exercise]) -> dict[str, str]:
     return texts
 
 
-def _without_links(page: Path, folder: Path) -> str:
-    """The page's text, where links to files that were left out are plain words."""
-    place = page.parent.relative_to(folder)
-
-    def plain(link: re.Match) -> str:
-        target = place / link[2]
-        return link[1] if (ROOT / target).exists() and not (folder / target).exists() else link[0]
-
-    return re.sub(r"\[([^]\[]*)\]\(([^)#\s]+)\)", plain, page.read_text())
-
-
 def _split(page: str) -> list[str]:
     return re.split("(?m)(?=^## For )", (ROOT / page).read_text(), maxsplit=1)
-
-
-def _for_teacher(chosen: Iterable[Exercise]) -> Iterator[str]:
-    from exercises.hunts import HUNTS
-
-    yield "# For the teacher: answers\n\nKeep this file: students' trees do not have it.\n"
-    yield _split("docs/course.md")[1]
-    yield "## Hunts\n"
-    for number, hunt in HUNTS.items():
-        old = [f"- {line.strip()}" for line in hunt.old.splitlines()]
-        yield f"{number}. {hunt.file}: {hunt.found}\n\n{_block(*old, f'+ {hunt.new}')}"
-    for exercise in chosen:
-        target = find(exercise)
-        file = target.path.relative_to(COURSE)
-        yield f"## {exercise.title}\n\n{exercise.qualified_name}, {file}\n"
-        yield _block(target.text)
-        yield f"Known mistakes, each with its edits:\n\n{_block(exercise.text_of_mistakes)}"
-
-
-def _block(*texts: str) -> str:
-    return "\n".join(["```", *(text.strip("\n") for text in texts), "```\n"])

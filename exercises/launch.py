@@ -26,6 +26,6 @@ def run_packed(module: str) -> None:
         runpy.run_module(module, run_name="__main__")
 
 
-# `handout` writes this file as the __main__.py of a class's tree.
+# `handout` makes this file the __main__.py of a class's tree.
 if __name__ == "__main__":
     run_packed("exercises")

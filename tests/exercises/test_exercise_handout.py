@@ -1,6 +1,5 @@
 """The tree for a class: no answers in it, and the checks of the course."""
 
-import re
 import subprocess
 import sys
 import zipfile
@@ -41,18 +40,12 @@ def test_a_handout_has_no_answers_that_can_be_read(tmp_path):
     assert not [secret for secret in secrets for text in shown.values() if secret in text]
     assert shown[tree / "docs/teaching.md"].startswith("## For students\n")
     assert shown[tree / "AGENTS.md"].startswith("## For an assistant")
-    links = re.findall(r"\]\((?!http)([^)#]+)", shown[tree / "README.md"])
-    assert "docs/difference.md" in links and all((tree / link).exists() for link in links)
     assert "exercises/[" not in (tree / ".gitignore").read_text()
-    teacher = (tmp_path / "tree.teacher.md").read_text()
-    assert all(secret in teacher for secret in secrets)
-    assert all(mistake.sentence[:40] in teacher for e in exercises for mistake in e.mistakes)
-    assert all(target.text in teacher for target in targets)
 
 
 def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_path, capsys):
     folder = tmp_path / "two"
-    assert commands.main(["handout", str(folder), "--exercises", "5", "17"]) == 0
+    assert commands.main(["handout", str(folder), "--exercises", "5=20", "17", "hunt2"]) == 0
     changed = (folder / "picotron_min/collectives.py").read_text()
     assert "exercise 05, ring, is yours" in changed and "batch_isend_irecv([send" in changed
     shown = capsys.readouterr().out
@@ -83,7 +76,7 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
     assert "taken from the packed course" in shown and "--config" in shown
     for words, problem in (
         ([str(folder)], "there already"),
-        ([str(ROOT / "tests/new")], "outside of"),
+        ([str(ROOT / "tests/new")], "name a new folder outside"),
         ([f"{tmp_path}/x", "--exercises", "99"], "no exercise 99"),
     ):
         assert commands.main(["handout", *words]) == 2
