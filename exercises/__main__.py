@@ -75,8 +75,7 @@ def list_() -> None:
     for number, path in catalogue.files().items():
         if unit < (unit := 1 + (number - 1) // OF_UNIT):
             print(f"{unit} {UNITS[unit - 1]}")
-        done = progress.read(number)
-        mark = "solved" if done["passed"] else f"{done['tries']} tries" if done["tries"] else ""
+        mark = "solved" if progress.read(number)["passed"] else ""
         print(f"{mark:>8}  {Exercise(path).title}")
     print("\nNext: python -m exercises start NUMBER, then check NUMBER; hint NUMBER where stuck")
 
@@ -115,10 +114,8 @@ def check(number: int, seed: int, solution: bool) -> int:
     print(show(exercise, verdict))
     if verdict.mistake == "unknown":
         print(f"Whether training differs, and where first: python -m exercises train {number:02}")
-    if not solution:
-        before = progress.read(number)
-        passed, tries = verdict.passed or before["passed"], before["tries"] + 1
-        progress.update(number, passed=passed, tries=tries)
+    if verdict.passed and not solution:
+        progress.update(number, passed=True)
     return int(not verdict.passed)
 
 

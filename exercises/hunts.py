@@ -177,7 +177,7 @@ def _take_answer(number: int, hunt: Hunt, answer: str) -> int:
         print(f"Right, with {hints} of {len(hunt.hints)} hints. {hunt.found}")
         return 0
     print("The right file." if near == "file" else "No.")
-    print(progress.next_hint(key, hunt.hints, is_try=True)[-1])
+    print(progress.next_hint(key, hunt.hints)[-1])
     return 1
 
 

@@ -1,4 +1,4 @@
-"""What a student has tried and passed, in exercises/progress.json."""
+"""What a student has solved, and which hints were shown, in exercises/progress.json."""
 
 import json
 
@@ -8,7 +8,7 @@ FILE = FOLDER / "progress.json"
 
 
 def read(key: int | str) -> dict:
-    return {"passed": False, "tries": 0, "hints": 0} | _all().get(str(key), {})
+    return {"passed": False, "hints": 0} | _all().get(str(key), {})
 
 
 def update(key: int | str, **changes: int | bool) -> None:
@@ -16,11 +16,10 @@ def update(key: int | str, **changes: int | bool) -> None:
     FILE.write_text(json.dumps(_all() | {str(key): read(key) | changes}, indent=4) + "\n")
 
 
-def next_hint(key: int | str, hints: list[str], is_try: bool = False) -> list[str]:
-    """The hints up to one more than before, as lines; `is_try`: it is for a wrong answer."""
-    before = read(key)
-    used = min(len(hints), before["hints"] + 1)
-    update(key, hints=used, tries=before["tries"] + is_try)
+def next_hint(key: int | str, hints: list[str]) -> list[str]:
+    """The hints up to one more than before, as lines."""
+    used = min(len(hints), read(key)["hints"] + 1)
+    update(key, hints=used)
     return [f"hint {i} of {len(hints)}: {text}" for i, text in enumerate(hints[:used], 1)]
 
 

@@ -48,7 +48,7 @@ def test_a_check_is_shown_and_counted(own_folder, monkeypatch, capsys):
     assert commands.main(["check", "4"]) == 0
     out = capsys.readouterr().out
     assert "noise" in out and "a picture" in out and "Passed. Remember: it" in out
-    assert progress.read(4) == {"passed": True, "tries": 2, "hints": 0}
+    assert progress.read(4) == {"passed": True, "hints": 0}
     assert commands.main([]) == 0 and "  solved  04 shift" in capsys.readouterr().out
 
 

@@ -94,7 +94,7 @@ def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):
         assert f"No.\nhint {hint} of 3" in capsys.readouterr().out
     assert commands.main(["hunt", "2", "--answer", "optimizer.py:clip"]) == 1
     assert "right file" in capsys.readouterr().out
-    assert progress.read("hunt 2") == {"passed": False, "tries": 5, "hints": 3}
+    assert progress.read("hunt 2") == {"passed": False, "hints": 3}
 
 
 REFUSED = """
