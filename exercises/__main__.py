@@ -15,7 +15,7 @@ from pathlib import Path
 from exercises import exercise as catalogue
 from exercises import progress
 from exercises.design import design
-from exercises.exercise import FOLDER, GATES, WIDTH, Exercise, Verdict
+from exercises.exercise import FOLDER, GATES, ROOT, WIDTH, Exercise, Verdict
 from exercises.grade import grade
 from exercises.handout import handout
 from exercises.hunts import hunt
@@ -33,8 +33,6 @@ OPTIONS = {
     "folder": {"type": Path, "help": "to write: outside of this one, and new; or what to grade"},
     "--solution": {"action": "store_true", "help": "check the course's own"},
     "--seed": {"type": int, "default": 0, "help": "for other sizes and data"},
-    "--config": {"type": Path, "default": FOLDER.parent / "config.json", "help": "of the run"},
-    "--steps": {"type": int, "default": 10, "help": "the most; default: 10"},
     "--run": {"help": "measure this layout: dp=1,cp=2,optimizer=adamw"},
     "--difference": {"metavar": "RUN", "help": "name its first wrong tensor: docs/difference.md"},
     "--answer": {"metavar": "FILE:FUNCTION", "help": "where the mistake is"},
@@ -142,13 +140,13 @@ def hint(number: int) -> None:
     print(*progress.next_hint(number, catalogue.load(number).hints), sep="\n")
 
 
-def train(number: int, config: Path, steps: int) -> int:
+def train(number: int) -> int:
     """The real training with your version in it."""
     exercise = catalogue.load(number)
-    path, settings = written(exercise), json.loads(config.read_text())
+    path, settings = written(exercise), json.loads((ROOT / "config.json").read_text())
     if NOT_WRITTEN in ast.unparse(parse(exercise, path.read_text())):
         raise ValueError(f"{path} is not written yet: replace `{NOT_WRITTEN}` by your code")
-    return int(not compare(exercise, path, exercise.changed(settings), steps))
+    return int(not compare(exercise, path, exercise.changed(settings)))
 
 
 COMMANDS = (list_, start, read, check, hint, train, hunt, design, handout, grade)

@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_run_is_refused_before_training(tmp_path, monkeypa
     texts = {starter(catalogue.load(4)): "is not written yet", "def (": "line 1 is not Python"}
     for text, problem in texts.items():
         (tmp_path / "04_shift.py").write_text(text)
-        assert commands.main(["train", "4", "--config", f"{catalogue.ROOT}/config.json"]) == 2
+        assert commands.main(["train", "4"]) == 2
         assert problem in capsys.readouterr().err
 
 
