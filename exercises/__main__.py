@@ -24,10 +24,6 @@ from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare
 
 TASKS = "4; to grade 4=20 for 20 points, hunt2, design1; default: all exercises, 10 points each"
-# Of four exercises each: docs/teaching.md has a page about each.
-UNITS = "a step, and its first message", "data parallelism and sharding", "tensor parallelism"
-UNITS += "pipelines, and the whole of a step", "long sequences", "experts, and eight bits"
-OF_UNIT = 4
 OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
     "folder": {"type": Path, "help": "to write: outside of this one, and new; or what to grade"},
@@ -69,10 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def list_() -> None:
     """The exercises, and which are solved."""
-    unit = 0
     for number, path in catalogue.files().items():
-        if unit < (unit := 1 + (number - 1) // OF_UNIT):
-            print(f"{unit} {UNITS[unit - 1]}")
         mark = "solved" if progress.read(number)["passed"] else ""
         print(f"{mark:>8}  {Exercise(path).title}")
     print("\nNext: python -m exercises start NUMBER, then check NUMBER; hint NUMBER where stuck")

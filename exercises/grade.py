@@ -120,15 +120,7 @@ def _exercise(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[floa
     marks = {gate: str(int(not text)) for gate, text in gates.items() if text != "not checked"}
     lines = [f"{gate} {GATES[gate]}: {text or 'passed'}" for gate, text in gates.items()]
     text = "\n".join(["passed"] if passed else [verdict.message, *lines])
-    return share_of(passed, marks), marks | {"mistake": verdict.mistake, "message": text}
-
-
-def share_of(passed: bool, marks: dict[str, str]) -> float:
-    """Gate V is half, the others share the rest. Without V none: doing nothing passes some."""
-    others = [mark == "1" for gate, mark in marks.items() if gate != "V"]
-    if passed or marks.get("V") != "1":
-        return float(passed)
-    return 0.5 + 0.5 * sum(others) / len(others) if others else 0.0
+    return float(passed), marks | {"mistake": verdict.mistake, "message": text}
 
 
 def _hunt(sandbox: Sandbox, path: Path, task: Task, seed: int) -> tuple[float, Row]:

@@ -10,7 +10,7 @@ import pytest
 from exercises import __main__ as commands
 from exercises import grade
 from exercises.exercise import Verdict
-from exercises.grade import Task, parse_task, row_of, share_of, tasks_of
+from exercises.grade import Task, parse_task, row_of, tasks_of
 from exercises.hunts import SHEET
 
 ANSWERED = SHEET.format(number=2).replace("FILE.py:FUNCTION", "optimizer.py:measure_gradient")
@@ -28,14 +28,14 @@ def test_a_class_gets_a_table_and_a_student_results_for_gradescope(tmp_path, mon
     assert commands.main(["grade", str(tmp_path / "class"), *table, *words]) == 0
     with (tmp_path / "marks.csv").open(newline="") as stream:
         rows = {(row["student"], row["exercise"]): row for row in csv.DictReader(stream)}
-    assert len(rows) == 4 and rows["alice", "04"]["points"] == "15.0"
+    assert len(rows) == 4 and rows["alice", "04"]["points"] == "0.0"
     assert "a sentence\nV value: passed\nB bytes: wrong" in rows["alice", "04"]["message"]
     out = capsys.readouterr().out
-    assert "alice: 0 of 2, 15 of 30 points, missing hunt 2\n" in out and "Not isolated" in out
+    assert "alice: 0 of 2, 0 of 30 points, missing hunt 2\n" in out and "Not isolated" in out
     table = ["--json", str(tmp_path / "results.json")]
     assert commands.main(["grade", str(tmp_path / "class/carol"), *table, *words]) == 0
     shift, hunt = json.loads((tmp_path / "results.json").read_text())["tests"]
-    assert (shift["score"], shift["max_score"], shift["status"]) == (15, 20, "failed")
+    assert (shift["score"], shift["max_score"], shift["status"]) == (0, 20, "failed")
     assert (hunt["score"], hunt["status"], hunt["name"]) == (10, "passed", "hunt 2")
 
 
@@ -82,12 +82,6 @@ def test_a_record_trusts_no_text_and_reads_only_plain_files(tmp_path):
     ):
         (tmp_path / "hunt_2.py").write_text(answer)
         assert row("hunt", 2)["mistake"] == mistake
-
-
-@pytest.mark.parametrize(("marks", "share"), [("110", 0.75), ("10", 0.5), ("011", 0), ("", 0)])
-def test_gate_v_is_half_and_the_others_share_the_rest(marks, share):
-    assert share_of(False, dict(zip("VBO", marks, strict=False))) == share
-    assert share_of(True, {"V": "1"}) == 1
 
 
 def test_without_words_all_exercises_count():

@@ -66,7 +66,7 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
         return done.stdout
 
     lines = run("list", PYTHONPATH=str(ROOT)).splitlines()  # where the course is installed, too
-    assert [line.split()[0] for line in lines[:4]] == ["2", "05", "5", "17"]
+    assert [line.split()[0] for line in lines if line] == ["05", "17", "Next:"]
     run("start", "17")
     path = folder / "exercises/17_merge.py"
     assert "raise NotImplementedError" in path.read_text()
