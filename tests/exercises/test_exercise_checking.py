@@ -10,6 +10,7 @@ from exercises import exercise as catalogue
 from exercises.calls import Calls, wrong_call
 from exercises.checking import check
 from exercises.exercise import Mistake, mistakes_in
+from exercises.outcome import failure_of
 from exercises.source import solution
 
 MERGE = catalogue.load(17)
@@ -26,19 +27,13 @@ def answer_to_edits(exercise, *edits: str):
 
 # By exercise: the answer, a part of its message, and edits, as known mistakes are written.
 OTHERS = {
-    3: r"""
-unknown: dp=2.*: rank 1, `model.layers
-    shapes[name], seed => shapes[name], seed + axes.dp.rank
-""",
     4: r"""
 pattern: too large by a factor of 2: cp.
     isend, tensor => isend, axis.size * tensor
 unknown: rank 0, `what wait\(\)
     isend, tensor => isend, tensor * (axis.size if axis.size == 2 else 1 / axis.size)
-exception: on rank 0: SystemExit: 3
-    self.sent = tensor => raise SystemExit(3)
-exception: on rank 1: ZeroDivision.*student.py, line [0-9]+: self.sent = 1 / \(axis.rank - 1\)
-    self.sent = tensor => self.sent = 1 / (axis.rank - 1)
+exception: on rank 1: SystemExit: 3.*student.py, line [0-9]+: self.sent = axis.rank - 1
+    self.sent = tensor => self.sent = axis.rank - 1 or (_ for _ in ()).throw(SystemExit(3))
 deadlock: rank 0 waits to receive from rank 1, which.*at line [0-9]+: dist.recv
     self.sent = tensor => dist.recv(tensor, group=axis.group, group_src=axis.next)
 unknown: changes a tensor while it is sent to rank 1
@@ -57,23 +52,15 @@ unusable_file: line [0-9]+ is not Python: 'return' outside function
 + def __init__(self, tensor: Tensor, axis: Axis, distance: int = 1) -> None:
 """,
     18: r"""
-exception: noticed later.* returned a list of [0-9]+\n.*own a tensor \[[0-9]+\] of int64
-    -1 - rank])) => -1 - rank])).tolist()
-exception: RecursionError.*student.py, line [0-9]+: return zigzag_positions
-    torch.cat((pieces[rank], pieces[-1 - rank])) => zigzag_positions(rank, size, seq_length)
-unknown: zigzag_positions\(rank=0, size=2.*returned \[0, .*the course's own \[0,
-    torch.cat((pieces[rank], pieces[-1 - rank])) => torch.cat((pieces[rank], pieces[1 - rank]))
 late_first: In the cases that fail, it does the same as this mistake: The late piece comes
 - return torch.cat((pieces[rank], pieces[-1 - rank]))
 + late = torch.cat((pieces[-1 - rank], pieces[rank]))
 + return late if size > 1 else torch.arange(seq_length)
 """,
     17: r"""
-exception: noticed later.*merge_blocks\(.*returned \[
-    * out_2, lse => * out_2, lse, lse
 argument_changed: merge_blocks changes its argument `lse_2`
     * out_2, lse => * out_2, lse + 0 * lse_2.copy_(lse_2 + 1)
-unknown: do not know this mistake.*With .*merge_blocks changes its argument `lse_2`
+unknown: do not know this mistake.*returned .*own .*With .*changes its argument `lse_2`
     * out_2, lse => * out_2, lse + lse_2.copy_(lse_2 + 1)
 """,
     23: r"""
@@ -108,6 +95,14 @@ def test_a_crash_is_not_explained_by_a_mistake_that_crashes_in_other_cases_too()
         assert verdict.mistake == "exception" and divides.sentence not in verdict.message
     divides.edits[:] = [(IN_ORDER, "1 / 0  # a comment")]  # is no other line
     assert answer_to_edits(exercise, IN_ORDER, "1 / 0").mistake == "divides"
+
+
+def test_a_function_that_calls_itself_is_shown_with_its_line_once():
+    path, names = Path("student.py"), {}
+    exec(compile("def f():\n    return f()", str(path), "exec"), names)
+    with pytest.raises(RecursionError) as caught:
+        names["f"]()
+    assert failure_of(caught.value, path).text.count("student.py, line 2") == 1
 
 
 def noted(definition, *arguments) -> dict:
