@@ -23,7 +23,7 @@ from exercises.sandbox import Sandbox
 from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare
 
-TASKS = "4; to grade 4=20 for 20 points, hunt2, design1; default: all exercises, 10 points each"
+TASKS = "4, or 4=20 for 20 points; default: all, 10 points each"
 OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
     "folder": {"type": Path, "help": "to write: outside of this one, and new; or what to grade"},

@@ -4,8 +4,6 @@
 does: in a process of its own (sandbox.py).
 """
 
-from pathlib import Path
-
 from exercises.exercise import FOLDER
 from exercises.sandbox import Sandbox
 
@@ -28,9 +26,6 @@ def schedule(rank: int, ranks: int, num_micro_batches: int, chunks: int) -> list
 '''
 
 
-Marks = tuple[int, str, str]  # 0 to 3, why, and a picture
-
-
 def design(number: int) -> int:
     """A task without a single right answer: three marks by measurement."""
     if number != 1:
@@ -40,12 +35,6 @@ def design(number: int) -> int:
         path.write_text(TASK)
         print(f"Read {path}, change it, then: python -m exercises design 1")
         return 0
-    marks, text, picture = measure(path, Sandbox())
-    print(*filter(None, (picture, text)), f"{marks} of 3 marks", sep="\n")
-    return 0 if marks else 1
-
-
-def measure(path: Path, sandbox: Sandbox) -> Marks:
-    verdict = sandbox.check("design", path)
-    marks = {f"marks_{n}": n for n in range(4)}.get(verdict.mistake, 0)
-    return marks, verdict.message, verdict.picture
+    verdict = Sandbox().check("design", path)
+    print(*filter(None, (verdict.picture, verdict.message)), sep="\n")
+    return int(not verdict.passed)

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable
 
-from exercises.design import Marks
 from picotron_min.extensions.schedules.simulator import peak_live, simulate
 from picotron_min.pipeline_schedule import Action, Kind
 from picotron_min.runtime.draw import draw
 
 RANKS, MICRO_BATCHES, MOST_CHUNKS, MOST_ALIVE = 4, 8, 2, 4.0
+Marks = tuple[int, str, str]  # 0 to 3, why, and a picture
 BUBBLES = (0.273, 0.20, 0.158)  # of one mark, two, three
 
 

@@ -129,7 +129,8 @@ class Exercise:
         self.stem, text = path.stem, path.read_text()
         number, _, self.name = path.stem.partition("_")
         self.number = int(number[1:])
-        about, _, sheet = ast.get_docstring(ast.parse(text)).partition("\n\ntarget: ")
+        tree = ast.parse(text)
+        about, _, sheet = ast.get_docstring(tree).partition("\n\ntarget: ")
         self.title = about.partition("\n")[0]
         head, _, sheet = f"target: {sheet}".partition("\n\n")
         head = dict(line.split(": ", 1) for line in head.replace("\n  ", " ").splitlines())
@@ -140,7 +141,9 @@ class Exercise:
         *self.hints, self.remember = [" ".join(text[2:].split()) for text in marked]
         defined = {symbol.get_name() for symbol in symtable(text, "", "exec").get_symbols()}
         self.gates = [*dict.fromkeys(gate for name, gate in GATE_OF.items() if name in defined)]
-        self.mistakes = mistakes_in(constant(path, "MISTAKES"))
+        assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+        values = {ast.unparse(node.targets[0]): node.value for node in assigned}
+        self.mistakes = mistakes_in(values["MISTAKES"].value)
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
@@ -204,15 +207,3 @@ def load(number: int) -> Exercise:
         numbers = ", ".join(f"{n:02}" for n in there)
         raise ValueError(f"there is no exercise {number:02}: use one of {numbers}")
     return Exercise(there[number])
-
-
-def constant(path: Path, name: str) -> Any:
-    """What a file assigns to a name, without running it; ValueError if it is no plain value."""
-    try:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
-                return ast.literal_eval(node.value)
-    except (SyntaxError, ValueError):
-        problem = f"{path.name}: {name} must be plain numbers, texts, lists, dicts"
-        raise ValueError(problem) from None
-    raise ValueError(f"{path.name} does not assign {name}")

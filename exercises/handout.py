@@ -34,15 +34,13 @@ if __name__ == "__main__":
 
 import torch
 """
-# Not what somebody has written for an exercise.
-OWN = re.compile(r"exercises/(\d|design_\d|hunt_\d|progress.json)")
 
 
 def handout(folder: Path, exercises: list[str]) -> None:
     """Write the tree for a class: without answers."""
     if folder.exists() or folder.resolve().is_relative_to(ROOT):
         raise ValueError(f"{folder} is there already, or in {ROOT}: name a new folder outside")
-    chosen = [load(task.number) for task in tasks_of(exercises) if task.kind == "exercise"]
+    chosen = [load(task.number) for task in tasks_of(exercises)]
     for name in files_in(KEPT + FOLDERS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / name)
@@ -66,8 +64,7 @@ def files_in(names: list[str]) -> Iterator[str]:
     for name in names:
         there = sorted((ROOT / name).rglob("*")) if (ROOT / name).is_dir() else [ROOT / name]
         paths = (path for path in there if path.is_file() and path.suffix != ".pyc")
-        own = (path.relative_to(ROOT).as_posix() for path in paths)
-        yield from (path for path in own if not OWN.match(path))
+        yield from (path.relative_to(ROOT).as_posix() for path in paths)
 
 
 def pack(path: Path, chosen: list[Exercise]) -> None:

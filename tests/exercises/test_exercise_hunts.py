@@ -100,9 +100,9 @@ def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):
 REFUSED = """
 1 --run dp=2,cp=4 | 8 ranks: use at most 4
 1 --run depth=2 | not a setting
-1 --run tp=4 | 2 key-value heads
-1 --run optimizer=lion | use sgd or adamw
-1 --run dp=2,micro_batches=4 | must divide 4
+1 --run tp=4 | tp and pp of at most 2
+1 --run optimizer=lion | sgd or adamw
+1 --run dp=2,micro_batches=4 | dp x micro_batches of 1, 2 or 4
 5 | there is no hunt 5: use one of 1, 2, 3, 4, 6, 7
 """
 
