@@ -119,10 +119,9 @@ class Comparison:
 
         most = {"gradient norm": OF_THE_NORM}
         wrong = [o for o in self.all if not o.error <= most.get(o.key.phase, TOLERANCE)]  # or NaN
-        self.wrong = sorted(wrong, key=place)
+        least = min(map(place, wrong), default=None)
         # The same tensor on several ranks, or in several micro-batches.
-        self.first = [one for one in self.wrong if place(one) == place(self.wrong[0])]
-        self.num_right = sum(place(one) < place(of) for of in self.first[:1] for one in self.all)
+        self.first = [one for one in wrong if place(one) == least]
 
     def _beside(self, at: Here, run: Run) -> Iterator[Compared]:
         """A rank's records, in the order in which it wrote them."""

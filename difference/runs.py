@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import BinaryIO, NamedTuple
@@ -37,7 +37,6 @@ class Run(NamedTuple):
     records: list[Record]
     problem: str = ""  # how it ended, if not well
     failed_at: float = 0.0  # those that wait for it fail later; 0: it was killed
-    stack: Sequence[str] = ()  # functions, the innermost call first, then the last ones called
 
 
 def run_in_processes(main: Callable, count: int, trial: Trial) -> list[Run]:
@@ -83,10 +82,9 @@ def _run_one(
         dist.barrier()
     except Exception as error:
         sys.setprofile(None)
-        calls = (place_of(of.f_code) for of, _ in traceback.walk_tb(error.__traceback__))
-        stack = [*reversed([*notes.called, *filter(None, calls)])]
+        places = (place_of(of.f_code) for of, _ in traceback.walk_tb(error.__traceback__))
         problem = f"{type(error).__name__}: {error}"[:150].partition("\n")[0]
-        end = Run([], problem, time.time(), stack)
+        end = Run([], " in ".join([problem, *[*filter(None, places)][-1:]]), time.time())
     pickle.dump(end, file)
 
 

@@ -31,7 +31,6 @@ class Trial(NamedTuple):
     recipe: Recipe
     seed: int
     steps: int
-    changes: list[str]  # what the config has and the trial has not
     wait: float  # seconds for a message, after which it is an error
 
     @property
@@ -62,9 +61,6 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
     """The trial of a config; ValueError where the config cannot be compared."""
     layout, recipe, model = config.layout, config.recipe, resolve_model(config)
     workload, routing = config.workload, config.workload.routing
-    pairs = (workload, PLAIN), (routing, PLAIN_ROUTING)
-    settings = [(k, getattr(of, k), v) for of, values in pairs for k, v in values.items()]
-    changes = [f"{key} {was}" for key, was, value in settings if was != value]
     workload = replace(workload, **PLAIN, routing=replace(routing, **PLAIN_ROUTING))
     clip, rate = recipe.grad_clip and 0.5, RATES[recipe.optimizer]
     recipe = replace(
@@ -80,7 +76,7 @@ def trial_of(config: Config, steps: int, own_sizes: bool) -> Trial:
             num_micro_batches=m if m <= 8 else max(4, 2 * layout.pp),
         )
     wait = 600.0 if own_sizes else 30.0
-    return Trial(model, layout, workload, recipe, config.training.seed, steps, changes, wait)
+    return Trial(model, layout, workload, recipe, config.training.seed, steps, wait)
 
 
 def tiny_model(model: ModelConfig, layout: Layout) -> ModelConfig:
