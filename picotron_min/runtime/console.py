@@ -93,7 +93,6 @@ class Console:
         save_dir: str,
         checkpoint: Path | None,
         dataset: str,
-        more: dict | None = None,
         is_exported: bool = True,
     ) -> dict[str, str]:
         """Print the results of the run, which are returned, and how to use its model."""
@@ -116,7 +115,6 @@ class Console:
                 rows["acceptance"] = f"{before:.1%} -> {now:.1%} of tokens one further ahead"
         if self._evaluations:
             rows["validation"] = _validation(*self._evaluations)
-        rows |= more or {}
         results = dict(rows)
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)

@@ -31,7 +31,6 @@ class Meter(Extension):
         """`read` None: another rank of this GPU reads for this one; `tokens` of a step."""
         self.device, self.read, self.tokens = device, read, tokens
         self.last, self.rest = 0, 0.0
-        self.steps, self.joules, self.seconds = 0, 0.0, 0.0  # all steps
 
     def begin(self) -> None:
         self.take()  # of an evaluation, a save or nothing
@@ -52,18 +51,9 @@ class Meter(Extension):
 
     def measures(self, totals: Tensor) -> dict[str, object]:
         """Watts: the mean of a GPU."""
-        self.rest, (joules, self.gpus) = self.take(), totals.tolist()
-        self.steps, self.joules = self.steps + 1, self.joules + joules
-        self.seconds += (seconds := time.perf_counter() - self.began)
-        watts = joules / seconds / self.gpus
+        self.rest, (joules, gpus) = self.take(), totals.tolist()
+        watts = joules / (time.perf_counter() - self.began) / gpus
         return {"joules": joules, "joules_per_token": joules / self.tokens, "watts": watts}
-
-    def summary(self) -> str:
-        if not self.steps:
-            return "not measured: there was no step"
-        each = f"{self.joules / self.tokens / self.steps:.3g} J a token"
-        watts = self.joules / self.seconds / self.gpus
-        return f"{self.joules / 1e3:,.2f} kJ, {each}, {watts:.3g} W a GPU"
 
 
 def open_meter(device: torch.device, local_rank: int, tokens: int) -> Meter:

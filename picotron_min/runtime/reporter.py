@@ -151,11 +151,8 @@ class Reporter(ExitStack):
             self.trace.write(Path(config.logging.trace_file), self.start.at.isoformat())
         self.log.close()  # wandb prints a summary of its own, above this one
         newest = find_start("latest", Path(save_dir))
-        more = [("energy", meter.summary()) for meter in self.inputs.meters]
         is_exported = not without_form(self.inputs.model_config)
-        rows = self.console.summary(
-            save_dir, newest, config.dataset.name, dict(more), is_exported=is_exported
-        )
+        rows = self.console.summary(save_dir, newest, config.dataset.name, is_exported)
         if is_exported and self.axes.world.rank == 0:
             write_card(Path(save_dir, "hf"), self.start.header | rows, self.inputs.tokenizer)
 

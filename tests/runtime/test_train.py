@@ -114,7 +114,7 @@ def test_a_model_that_transformers_lacks_trains_and_resumes_without_an_export(wo
         )
         code, output, _ = workplace.main(config, counts_energy)
         assert code == 0 and "no model of transformers is like it" in output
-        assert "Done" in output and "pipeline(" not in output and " W a GPU" in output
+        assert "Done" in output and "pipeline(" not in output and "of the GPUs alone" in output
         events = json.loads(trace.read_text())["traceEvents"]
         assert len(events) == len(traced) * 2 * 2 * 3  # ranks, directions, micro-batches
         assert {event["args"]["step"] for event in events} == traced
