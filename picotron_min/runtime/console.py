@@ -107,12 +107,6 @@ class Console:
             later = seconds[1:]  # in the first one torch compiles
             rows["speed"] = self._speed(later or seconds) + ", without the first step" * bool(later)
             rows["loss"] = f"{first.loss:.4f} -> {latest.loss:.4f}"
-            if "load_imbalance" in latest.measures:
-                before, now = (r.measures["load_imbalance"] for r in (first, latest))
-                rows["imbalance"] = f"{before:.2f} -> {now:.2f}"
-            if "mtp_1_acceptance" in latest.measures:
-                before, now = (r.measures["mtp_1_acceptance"] for r in (first, latest))
-                rows["acceptance"] = f"{before:.1%} -> {now:.1%} of tokens one further ahead"
         if self._evaluations:
             rows["validation"] = _validation(*self._evaluations)
         results = dict(rows)
