@@ -38,7 +38,7 @@ from picotron_min.runtime.metrics import (
 )
 from picotron_min.runtime.speed import device_name, memory_gb, peak_flops, speeds
 from picotron_min.runtime.trace import Trace
-from picotron_min.runtime.wording import counted, human, shown
+from picotron_min.runtime.wording import counted, human
 
 
 class Reporter(ExitStack):
@@ -181,10 +181,6 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
         yield f"the text has {counted(batches.num_sequences, 'sequence')} to train on: {each}"
     if inputs.weights and (left := layers_left_out(inputs.weights, inputs.model_config)):
         yield f"model.weights has {counted(len(left), 'prediction layer')} more, which are left out"
-    for key in ("moe_router_force_load_balancing", "moe_router_force_biased"):
-        if inputs.model_config.num_local_experts and (value := getattr(config.training, key)):
-            why = "experts are chosen by chance, for benchmarks: the weights learn nothing useful"
-            yield f"{key}={shown(value)}: {why}"
     if done >= last:
         yield f"no step is left: {inputs.start} has {done} of {last}; its model is exported"
 

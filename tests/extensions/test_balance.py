@@ -71,7 +71,6 @@ def test_too_many_rows_on_a_rank_are_the_one_error_of_all_ranks(workplace):
     )
     stopped = workplace.main(config)
     assert stopped.code == 1 and stopped.seconds < 30
-    assert "force_biased=-30.0: experts are chosen by" in stopped.output
     message = "layer 1: the experts of rank 1 get 128 rows, above 1.9 x 64, the planned rows (moe_e"
     assert stopped.output.count(message) == stopped.output.count("in step 1") == 1
     assert "Traceback" not in stopped.output, stopped.output

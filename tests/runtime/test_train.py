@@ -134,24 +134,19 @@ def test_a_model_that_transformers_lacks_trains_and_resumes_without_an_export(wo
 
 def test_a_run_warns_of_what_is_other_than_expected():
     text = TokenFile(np.zeros(99, np.uint16), None, 1)
-    config = Config(training={"moe_router_force_load_balancing": True})
+    config = Config()
     inputs = SimpleNamespace(
         config=config,
         metadata=None,
         weights=None,
-        model_config=resolve_model(config).override(num_local_experts=2),
+        model_config=resolve_model(config),
         text=text._replace(not_read=("README.md",)),
         batches=SimpleNamespace(num_sequences=5, global_batch=8),
         start=Path("runs/step-00000006"),
         first_step=6,
         last_step=6,
     )
-    parts = (
-        "1 file of",
-        "5 sequences to",
-        "load_balancing=true: experts",
-        "step-00000006 has 6 of 6",
-    )
+    parts = ("1 file of", "5 sequences to", "step-00000006 has 6 of 6")
     for warning, part in zip(warnings_of(inputs), parts, strict=True):
         assert part in warning
 
