@@ -143,5 +143,5 @@ def start_wandb(**options):
     except wandb.Error as error:  # of its server
         why = " ".join(str(error).split())[:200]
         print(f"warning: wandb cannot be reached ({why}): recorded as with WANDB_MODE=offline")
-        wandb.teardown()  # it still holds the run's id
+        wandb.teardown()  # it still holds the run that failed
         return wandb.init(mode="offline", **options)

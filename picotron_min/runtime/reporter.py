@@ -1,6 +1,5 @@
 """Reports: what a run prints and records while it trains, and the settings it begins with."""
 
-import hashlib
 import math
 import platform
 import time
@@ -61,10 +60,7 @@ class Reporter(ExitStack):
             append_event(self.run_log, self.start)
         wandb = None
         if writes and logging.use_wandb:
-            # All parts of an interrupted run have the first line in common, and so one id.
-            first_start = self.run_log.read_text().partition("\n")[0].encode()
-            wandb = {"id": hashlib.sha256(first_start).hexdigest()[:16], "resume": "allow"}
-            wandb |= {"project": logging.project_name, "name": logging.run_name}
+            wandb = {"project": logging.project_name, "name": logging.run_name}
             wandb |= {"dir": save_dir, "config": config.model_dump()}
         self.log = MetricsLog(Path(config.metrics_file) if writes else None, wandb)
         self.callback(self.log.close)
