@@ -136,17 +136,13 @@ def _kind(module: nn.Module) -> str:
 def _name(function) -> str:
     """A function's name, and the names of what it wraps: `_gathering of _recomputed of forward`."""
     function = getattr(function, "_torchdynamo_orig_callable", function)  # of compiler.disable
-    if isinstance(function, partial):
-        inner = [f for f in function.args if callable(f) and not isinstance(f, nn.Module)]
-        return " of ".join(map(_name, [function.func, *inner[:1]]))
-    owner = getattr(function, "__self__", None)  # a Function's apply is bound to its class
-    owner = owner if isinstance(owner, type) else None
-    name = owner.__name__ if owner else function.__qualname__.split(".<locals>")[0]
-    for cell in getattr(function, "__closure__", None) or ():
-        inside = cell.cell_contents
-        if isinstance(inside, partial | MethodType) or getattr(inside, "__closure__", None):
-            return f"{name} of {_name(inside)}"
-    return name
+    outer = getattr(function, "func", function)  # of a partial
+    owner = getattr(outer, "__self__", None)  # a Function's apply is bound to its class
+    name = (owner if isinstance(owner, type) else outer).__qualname__.split(".<locals>")[0]
+    cells = getattr(outer, "__closure__", None) or ()
+    held = [*getattr(function, "args", ()), *(cell.cell_contents for cell in cells)]
+    inner = [f for f in held if isinstance(f, partial | MethodType) or getattr(f, "__closure__", 0)]
+    return " of ".join([name, *map(_name, inner[:1])])
 
 
 if __name__ == "__main__":
