@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from picotron_min.collectives import as_message
 from picotron_min.mesh import Axes
+from picotron_min.runtime.wording import explained
 
 
 class Launch(NamedTuple):
@@ -34,25 +35,15 @@ def torchrun_launch() -> Launch | None:
     """Read the variables that torchrun sets; None if this process was started without it."""
     env = os.environ
     if "RANK" in env:
-        if missing := {"LOCAL_RANK", "WORLD_SIZE"} - set(env):
-            problem = f"RANK is set, but not what torchrun sets with it, {sorted(missing)}"
-            raise ValueError(f"{problem}: start with torchrun, or unset RANK")
-        numbers = (int(env[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        problem = "RANK is set, but not all that torchrun sets with it"
+        with explained(problem, "start with torchrun, or unset RANK"):
+            numbers = [int(env[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
         return Launch(*numbers, _open_tcp_store)
-    for variable, launcher in OTHER_LAUNCHERS.items():
-        if (copies := env.get(variable, "1")) != "1":
-            problem = f"{launcher} has started this command {copies} times ({variable})"
-            remedy = "start it once a node, and let it run  torchrun ... train.py --config FILE"
-            raise ValueError(f"{problem}: {remedy}; see docs/running.md")
+    if (copies := env.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+        problem = f"srun has started this command {copies} times (SLURM_STEP_NUM_TASKS)"
+        remedy = "start it once a node, and let it run  torchrun ... train.py --config FILE"
+        raise ValueError(f"{problem}: {remedy}; see docs/running.md")
     return None
-
-
-# How many copies of a command launchers that are not torchrun have started.
-OTHER_LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-}
 
 
 def _open_tcp_store(timeout_seconds: float) -> dist.Store:  # open_store under a launcher
