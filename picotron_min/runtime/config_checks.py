@@ -128,13 +128,7 @@ def resolve_model(config: Config) -> ModelConfig:
                 raise ValueError(problem)
             model_config = from_hf(read_json(fetch(name, "config.json") / "config.json"))
         model_config = model_config.override(**config.model.overrides)
-    problems, V = [*model_problems(config, model_config)], model_config.vocab_size
-    if config.tokenizer == "bytes" and V > 2 * 257 and not config.model.vocab_size:
-        problems.append(
-            f"vocab_size={V} of model.name={name} is far above the 257 token ids of "
-            "dataset.tokenizer=bytes: leave it out for the model's own, or set vocab_size"
-        )
-    if problems:
+    if problems := [*model_problems(config, model_config)]:
         raise ConfigError(*problems)
     return model_config
 

@@ -65,12 +65,11 @@ o.packing=bfd                           | set document_mask to true, or packing 
 o.name=stdlb                            | /stdlb: use stdlib, a path or a hub id
 o.name=nowhere.txt                      | /nowhere.txt: use a path or a hub id owner/name
 m.name=SmolLM-136M                      | SmolLM-136M: use SmolLM-360M, SmolLM-135M
-m.name=SmolLM-135M o.tokenizer=bytes    | vocab_size=49152 of model.name=SmolLM-135M is far above
 m.offload=4                                             | the smallest has 4: use at most 3
 d.pp_chunks=2 d.pp_engine=interleaved                   | needs more than pp_size=1: use more ranks
 d.pp_chunks=2 d.pp_size=2                               | 1f1b has 1 chunk a rank, not 2: use 1
 d.pp_size=2 d.pp_layers=[2,1]                           | 2 numbers with the sum num_hidden_layers=4
-d.tp_size=5 m.name=Llama-3.2-1B o.tokenizer=bytes m.vocab_size=512  | use 1, 2, 4 or 8
+d.tp_size=5 m.name=Llama-3.2-1B         | use 1, 2, 4 or 8
 d.pp_size=5                                             | exceed num_hidden_layers=4: use at most 4
 d.cp_size=4 t.seq_length=252 d.sequence_parallel=true   | into 8 equal pieces, which cp_size=4
 d.cp_size=4 d.tp_size=2 d.cp_engine=ulysses             | use 1 or 2, or cp_engine="ring"
@@ -170,7 +169,6 @@ GOOD = """
 d.dp_size=2 d.tp_size=2 d.ep_size=2 d.etp_size=2 EIGHT m.intermediate_size=383 m.n_shared_experts=1 m.scoring_func=sigmoid
 d.cp_size=4 d.cp_engine=ulysses d.sequence_parallel=true t.seq_length=252
 t.moe_aux_loss_coeff=0.1 t.moe_expert_capacity_factor=1.5 t.moe_router_force_load_balancing=true
-m.name=SmolLM-135M m.vocab_size=257 o.tokenizer=bytes
 l.trace_file=t.json l.metrics_file=m.jsonl
 """  # noqa: E501
 
