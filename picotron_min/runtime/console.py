@@ -57,7 +57,7 @@ class Console:
         # The pace so far, with the evaluations and checkpoints between the steps.
         pace = (time.perf_counter() - self._began) / len(self._seconds)
         self._line = (
-            f"step {step:>{self._width}}/{last}  loss {record.loss:.4f}{_of_extensions(record)}"
+            f"step {step:>{self._width}}/{last}  loss {record.loss:.4f}{_measures(record)}"
             f"  {self._speed(self._seconds[self._printed :])}  {record.memory_gb:.2f} GB"
             f"  {duration(pace * (last - step))} left"
         )
@@ -122,15 +122,12 @@ class Console:
         return results
 
 
-def _of_extensions(record: StepRecord) -> str:
-    """Losses of further tokens; of experts the busiest one's tokens over the mean, and dropped."""
-    measures = record.measures
-    parts = [f"{k} {v:.4f}" for k, v in measures.items() if k[:4] == "mtp_" and k[-4:] == "loss"]
-    if "load_imbalance" in measures:
-        parts.append(f"imbalance {measures['load_imbalance']:.2f}")
-    if measures.get("dropped"):
-        parts.append(f"{measures['dropped']:.1%} dropped")
-    return "".join(f"  {part}" for part in parts)
+SHOWN = ("mtp_1_loss", "load_imbalance", "dropped")  # measures of a step's line
+
+
+def _measures(record: StepRecord) -> str:
+    known = {name: record.measures.get(name) for name in SHOWN}
+    return "".join(f"  {name} {value:.4g}" for name, value in known.items() if value)
 
 
 def _validation(*records: EvalRecord) -> str:
