@@ -102,8 +102,6 @@ class Console:
             tokens = len(seconds) * latest.tokens_per_second * latest.step_seconds
             done = f"{counted(len(seconds), 'step')}, {human(tokens)} tokens"
             rows["trained"] = f"{done} in {duration(time.perf_counter() - self._began)}"
-            if first.step > 1:  # resumed
-                rows["in all"] = f"{counted(latest.step, 'step')}, {human(latest.tokens)} tokens"
             later = seconds[1:]  # in the first one torch compiles
             rows["speed"] = self._speed(later or seconds) + ", without the first step" * bool(later)
             rows["loss"] = f"{first.loss:.4f} -> {latest.loss:.4f}"
