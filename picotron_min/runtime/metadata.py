@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field, NonNegativeInt
 
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import ORDER, Config
-from picotron_min.runtime.folders import checkpoints
 from picotron_min.runtime.wording import explained, shown
 
 
@@ -26,9 +25,7 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
 
 def read_metadata(folder: Path) -> Metadata:
     """ValueError, with the remedy, unless the checkpoint is whole."""
-    older = [other for other in checkpoints(folder.parent) if other.name < folder.name]
-    best = max(checkpoints(folder) or older, default="latest")  # the last in a folder of them
-    remedy = f"name another one in checkpoint.load_path, for example {best}"
+    remedy = "name another folder step-... in checkpoint.load_path, or latest for the newest"
     with explained(f"cannot use the checkpoint {folder}", remedy):
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
         for name, size in metadata.files.items():
