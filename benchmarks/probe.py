@@ -15,7 +15,7 @@ from torch.utils.benchmark import Timer
 
 ON_CPU = os.environ.get("DEVICE") == "cpu"
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")
-PACKAGES = "transformers safetensors pydantic rich filelock datasets wandb pytest triton"
+PACKAGES = "transformers safetensors pydantic filelock datasets wandb pytest triton"
 
 
 def main() -> None:

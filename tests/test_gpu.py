@@ -94,7 +94,7 @@ def test_a_row_is_held_against_a_recorded_one():
 
 BARE = """
 import sys
-for name in "pydantic rich datasets transformers tokenizers huggingface_hub wandb".split():
+for name in "pydantic datasets transformers tokenizers huggingface_hub wandb".split():
     sys.modules[name] = None  # as if it were not installed
 from benchmarks import gpu
 work = gpu.Work(gpu.PRESETS["tiny"], gpu.torch.device("cpu"))

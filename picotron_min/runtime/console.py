@@ -1,31 +1,24 @@
 """What the user sees of a run, made from the records of metrics.py. One rank prints.
 
-On a terminal a status line and a bar stay at the bottom; everywhere about 20 evenly spaced steps,
-the first and the last among them, and at least one step a minute are printed.
+About 20 evenly spaced steps, the first and the last among them, and at least one step a minute.
 """
 
 import math
 import shlex
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn
 
 from picotron_min.runtime.metrics import EvalRecord, StepRecord
 from picotron_min.runtime.wording import counted, duration, human
 
 
 class Console:
-    """A header, progress, warnings and a summary. Use it as a context manager around the steps."""
+    """A header, progress, warnings and a summary, each line given to `output`."""
 
-    def __init__(self, first_step: int, last_step: int, output: RichConsole) -> None:
-        self._print = partial(output.out, highlight=False)
-        columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=20)
-        self._bar = Progress(*columns, console=output, transient=True)
-        self._bar.add_task("", total=last_step, completed=first_step - 1)
+    def __init__(self, first_step: int, last_step: int, output: Callable[[str], None]) -> None:
+        self._print = output
         self._last_step, self._width = last_step, len(str(last_step))
         self._every = math.ceil((last_step - first_step + 1) / 20)
         self._steps: list[StepRecord] = []  # the first and the latest, here and below
@@ -34,17 +27,8 @@ class Console:
         self._line, self._printed = "", 0  # of the latest step, until printed; steps until then
         self._began = self._printed_at = 0.0
 
-    def __enter__(self) -> None:
-        console = self._bar.console
-        if console.is_interactive and not console.quiet:  # it redirects what is printed elsewhere
-            self._bar.start()
-
-    def __exit__(self, *_) -> None:
-        self._bar.live.stop()  # not its own `stop`, which adds an empty line to a log
-        self._print_step()  # of a run that stopped early
-
     def header(self, title: str, rows: dict[str, str]) -> None:
-        self._print(title, style="bold")
+        self._print(title)
         for name, value in rows.items():
             self._print(f"  {name:<{max(map(len, rows))}}  {value}")
 
@@ -61,12 +45,11 @@ class Console:
             f"  {self._speed(self._seconds[self._printed :])}  {record.memory_gb:.2f} GB"
             f"  {duration(pace * (last - step))} left"
         )
-        self._bar.update(0, completed=step, description=self._line)
         is_silent = time.monotonic() - self._printed_at > 60  # looks as if the run hung
         if step % self._every == 0 or step == last or record is self._steps[0] or is_silent:
-            self._print_step()
+            self.print_step()
 
-    def _print_step(self) -> None:
+    def print_step(self) -> None:
         """Print the latest step, if it is new, with the mean speed since the last such line."""
         if self._line:
             self._print(self._line)
@@ -85,8 +68,8 @@ class Console:
         self._print(f"step {record.step:>{self._width}}  validation {_validation(record)}")
 
     def warn(self, text: str) -> None:
-        self._print_step()  # below the line of the step that it is about
-        self._print(f"warning: {text.strip()}", style="yellow")
+        self.print_step()  # below the line of the step that it is about
+        self._print(f"warning: {text.strip()}")
 
     def summary(
         self,

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console as RichConsole
 
 from picotron_min.costs import model_flops_per_token, parameter_count
 from picotron_min.mesh import Axes
@@ -69,11 +69,12 @@ class Reporter(ExitStack):
         self.trace = Trace(traced, axes.pp, inputs.device, config.distributed.pp_engine)
         # The first step may also have what was sent before it.
         self.measured_step = min(done + 2, last)
-        self.console = Console(done + 1, last, RichConsole(quiet=not writes))
+        line_out = partial(print, flush=True) if writes else lambda line: None
+        self.console = Console(done + 1, last, line_out)
         self.console.header("picotron-min", self.start.header)
         for warning in warnings_of(inputs):
             self.console.warn(warning)
-        self.enter_context(self.console)
+        self.callback(self.console.print_step)  # of a run that stops early
 
     def begin(self, step: int) -> Watch:
         """Start the clock of a step, counted from 0; returns its trace's context."""

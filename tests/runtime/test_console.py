@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console as RichConsole
 
 from picotron_min.runtime.console import Console
 from picotron_min.runtime.metrics import EvalRecord
@@ -18,19 +17,18 @@ from tests.runtime.test_metrics import RECORD
 LONG = "/a/" + "long/" * 30
 
 
-def started(first: int, last: int, **rich) -> tuple[Console, io.StringIO]:
+def started(first: int, last: int) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(first, last, RichConsole(file=out, width=80, **rich)), out
+    return Console(first, last, lambda line: print(line, file=out)), out
 
 
-def run_console(first: int, last: int, stop_at: int = 0, **rich) -> str:
-    console, out = started(first, last, **rich)
+def run_console(first: int, last: int, stop_at: int = 0) -> str:
+    console, out = started(first, last)
     console.header("picotron-min", {"parameters": "1.24B", "save to": LONG})
-    with console:
-        for step in range(first, (stop_at or last) + 1):
-            console.step(replace(RECORD, step=step, loss=10.0 - step / 1000))
-        console.warn("its gradient is not finite [inf]")
-        console.evaluation(EvalRecord(step, 2.345, 3.21))
+    for step in range(first, (stop_at or last) + 1):
+        console.step(replace(RECORD, step=step, loss=10.0 - step / 1000))
+    console.warn("its gradient is not finite [inf]")
+    console.evaluation(EvalRecord(step, 2.345, 3.21))
     console.summary("checkpoints/tiny", Path("checkpoints/tiny/step-00000010"), "stdlib")
     return out.getvalue()
 
@@ -59,16 +57,6 @@ def test_a_log_has_short_lines_and_no_control_characters():
     assert "\x1b" not in text and "\r" not in text and text.isascii() and "\n\n" not in text
     # A path stays whole, so that it can be copied.
     assert LONG in text and all(len(line) <= 80 or LONG in line for line in text.splitlines())
-
-
-TERMINAL = {"force_terminal": True, "_environ": {"TERM": "xterm"}}
-
-
-def test_a_terminal_gets_a_live_bar_as_well_and_other_ranks_print_nothing():
-    text = run_console(1, 29, **TERMINAL)
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor, hidden and shown"
-    assert {1, 28, 29} <= set(printed_steps(text)) and "━" in text
-    assert run_console(1, 4, quiet=True, **TERMINAL) == ""
 
 
 def test_the_console_shows_the_run_and_how_to_use_the_model():
