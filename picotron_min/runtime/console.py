@@ -77,8 +77,8 @@ class Console:
         checkpoint: Path | None,
         dataset: str,
         is_exported: bool = True,
-    ) -> dict[str, str]:
-        """Print the results of the run, which are returned, and how to use its model."""
+    ) -> None:
+        """Print the results of the run, and how to use its model."""
         rows, seconds, folder = {}, self._seconds, Path(save_dir, "hf")
         if self._steps:
             first, latest = self._steps[0], self._steps[-1]
@@ -90,17 +90,15 @@ class Console:
             rows["loss"] = f"{first.loss:.4f} -> {latest.loss:.4f}"
         if self._evaluations:
             rows["validation"] = _validation(*self._evaluations)
-        results = dict(rows)
         if checkpoint:
             rows["checkpoint"] = str(checkpoint)
-        report = f"python -m picotron_min.report {shlex.quote(save_dir)}"
-        rows |= {"model": str(folder)} if is_exported else {}
-        self.header("Done", rows | {"report": report})
-        if not is_exported:
-            return results
-        prompt = "def " if dataset == "stdlib" else "The "  # a beginning that fits the text
-        self._print(USAGE.format(folder=folder, prompt=prompt))
-        return results
+        if is_exported:
+            rows["model"] = str(folder)
+        rows["report"] = f"python -m picotron_min.report {shlex.quote(save_dir)}"
+        self.header("Done", rows)
+        if is_exported:
+            prompt = "def " if dataset == "stdlib" else "The "  # a beginning that fits the text
+            self._print(USAGE.format(folder=folder, prompt=prompt))
 
 
 SHOWN = ("mtp_1_loss", "load_imbalance", "dropped")  # measures of a step's line

@@ -136,16 +136,16 @@ def export_hf(
             write_json(partial / "config.json", config)
             write_json(partial / "generation_config.json", special)
             tokenizer.save(partial)
+            (partial / "README.md").write_text(card(tokenizer), encoding="utf-8")
 
     complete_or_absent(folder, write, group)
 
 
-def write_card(folder: Path, rows: dict[str, str], tokenizer: Tokenizer) -> None:
-    """README.md beside a model, which the hub shows: what was trained on what, and its losses."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", ""]
-    lines += ["A language model trained with picotron-min.", "", "| what | |", "|---|---|"]
-    lines += [f"| {key} | {value} |".replace("\n", " ") for key, value in rows.items()]
+def card(tokenizer: Tokenizer) -> str:
+    """README.md beside a model, which the hub shows."""
+    about = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+    about += "A language model trained with picotron-min.\n"
     if tokenizer.adds:
-        adds = f"The tokenizer adds ids to a text: {[*tokenizer.adds]}."
-        lines += ["", f"{adds} Training did not: call it with `add_special_tokens=False`."]
-    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        about += f"\nThe tokenizer adds ids to a text: {[*tokenizer.adds]}. "
+        about += "Training did not: call it with `add_special_tokens=False`.\n"
+    return about

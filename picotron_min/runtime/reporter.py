@@ -20,7 +20,7 @@ from picotron_min.runtime.console import Console
 from picotron_min.runtime.failures import how_to_resume
 from picotron_min.runtime.folders import find_start, make_room
 from picotron_min.runtime.hardware import active_parameter_count
-from picotron_min.runtime.hugging_face import layers_left_out, write_card
+from picotron_min.runtime.hugging_face import layers_left_out
 from picotron_min.runtime.inputs import Inputs
 from picotron_min.runtime.metadata import resume_warnings
 from picotron_min.runtime.metrics import (
@@ -149,9 +149,7 @@ class Reporter(ExitStack):
         self.log.close()  # wandb prints a summary of its own, above this one
         newest = find_start("latest", Path(save_dir))
         is_exported = not without_form(self.inputs.model_config)
-        rows = self.console.summary(save_dir, newest, config.dataset.name, is_exported)
-        if is_exported and self.axes.world.rank == 0:
-            write_card(Path(save_dir, "hf"), self.start.header | rows, self.inputs.tokenizer)
+        self.console.summary(save_dir, newest, config.dataset.name, is_exported)
 
 
 def take_bytes(axes: Axes) -> dict[str, int]:

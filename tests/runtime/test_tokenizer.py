@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from picotron_min.runtime.hugging_face import card
 from picotron_min.runtime.tokenizer import BytesTokenizer, load_tokenizer
 
 
@@ -55,6 +56,7 @@ def test_a_tokenizer_shows_what_it_adds_and_a_checksum_of_its_rules(tmp_path):
     )
     assert [t.bos_token_id for t in (plain, bos, same)] == [None, 7, 8]
     assert [t.adds for t in (plain, bos, same)] == [[], [7], []]  # the last as GPT-2's
+    assert "adds ids to a text: [7]. Training did not" in card(bos) and "adds" not in card(same)
     assert load_tokenizer(str(tmp_path / "plain")).checksum == plain.checksum
     assert len({t.checksum for t in (plain, bos, other, BytesTokenizer())}) == 4
 
