@@ -16,6 +16,7 @@ from picotron_min.context_parallel import POSITIONS, RingAttention, UlyssesAtten
 from picotron_min.extensions.kernels.attention import (
     FLASH_CPU,
     FLASH_CUDA,
+    CpuAttention,
     RepeatedAttention,
     choose_attention,
 )
@@ -100,7 +101,7 @@ def full_attention(shape: tuple, dtype=torch.float64, rounded_to=torch.float64) 
 
 CHOSEN = """
 cpu 0 bfloat16 64 -> FlashAttention, flash
-cpu 0 float64 7 -> FlashAttention, flash
+cpu 0 float64 7 -> CpuAttention, flash
 cuda 8 bfloat16 64 -> FlashAttention, flash on GPUs
 cuda 9 bfloat16 256 -> FlashAttention, flash on GPUs
 cuda 9 bfloat16 100 -> FlashAttention, softmax
@@ -148,6 +149,14 @@ def test_both_engines_equal_full_attention(pool, engine, kernel):
         parts = assemble(pool.run(ranks, attend_in_parts, engine, kernel, shape))
         for ours, expected in zip(parts, full_attention(shape), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("length", [272, 1024])  # 2 and 8 triangles
+def test_a_backward_in_parts_equals_torchs(length):
+    inputs = random_qkv(2, 6, 2, length)
+    found = (with_gradients(attend, *inputs) for attend in (CpuAttention(), FlashAttention()))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
 GPU = pytest.param("ring", "flash on GPUs", "cuda:0", 1.5, marks=pytest.mark.gpu)
