@@ -94,7 +94,8 @@ class Console:
             rows["checkpoint"] = str(checkpoint)
         if is_exported:
             rows["model"] = str(folder)
-        rows["report"] = f"python -m picotron_min.report {shlex.quote(save_dir)}"
+        if self._steps:
+            rows["report"] = f"python -m picotron_min.report {shlex.quote(save_dir)}"
         self.header("Done", rows)
         if is_exported:
             prompt = "def " if dataset == "stdlib" else "The "  # a beginning that fits the text

@@ -95,7 +95,9 @@ def counts_energy() -> None:
 def test_a_checkpoint_becomes_a_model_without_a_step(workplace, first_run):
     checkpoint = {"load_path": "runs/first/step-00000006"}
     config = workplace.config("model", training={"max_tokens": 1}, checkpoint=checkpoint)
-    assert workplace.main(config).code == 0 and workplace.metrics("model") == []
+    code, output, _ = workplace.main(config)
+    assert code == 0 and workplace.metrics("model") == []
+    assert "hf" in output and "picotron_min.report" not in output, "there is nothing to report"
     first, model = (tensors_of(workplace.folder / f"runs/{run}/hf") for run in ("first", "model"))
     torch.testing.assert_close(model, first, rtol=0, atol=0)
 
