@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from picotron_min.planner import calibrate, config_files, show, validate
-from picotron_min.planner.choices import CHOICES
+from picotron_min.planner.choices import CHOICES, POWERS
 from picotron_min.planner.config_files import HARDWARE
 from picotron_min.planner.search import nothing_fits, search
 from picotron_min.runtime.config_file import parse_config
@@ -78,12 +78,9 @@ def add_machine(add: Callable) -> None:
     add("--network", type=number, metavar="GBIT", help="a second and GPU; default: 400")
 
 
-MOST = 2**20  # of each number: above it a search takes hours
-
-
 def number(text: str) -> int:
-    if not (text.isdecimal() and 0 < int(text) <= MOST):
-        raise ArgumentTypeError(f"{text}: use a number above 0 and at most {MOST}")
+    if not (text.isdecimal() and 0 < int(text) <= POWERS[-1]):
+        raise ArgumentTypeError(f"{text}: use a number above 0 and at most {POWERS[-1]}")
     return int(text)
 
 

@@ -163,9 +163,9 @@ def rule_problems(request: Request, layout: Layout, work: Workload) -> list[str]
     return problems or list(model_problems(config, request.model_config))
 
 
-POWERS = [2**i for i in range(21)]
+POWERS = [2**i for i in range(21)]  # above the last a search takes hours
 
 
-def powers_in(number: int, most: int = 2**20) -> list[int]:
+def powers_in(number: int, most: int = POWERS[-1]) -> list[int]:
     """The powers of two that divide a number."""
     return [n for n in POWERS if number % n == 0 and n <= most]
