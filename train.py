@@ -47,7 +47,7 @@ def train(config: "Config", monitor: RankMonitor) -> None:
 
     inputs, axes = start_up(config, monitor)  # all ranks are connected, and have the same settings
     settings = inputs.model_config, config.layout, config.workload
-    model = build_model(*settings, axes, inputs.device, inputs.meters)
+    model = build_model(*settings, axes, inputs.device)
     run = build_run(model, config.recipe, inputs.batches)
     fill_weights(run, inputs, monitor.long_group)  # initial ones, or a checkpoint's
     with Reporter(inputs, axes) as reporter:

@@ -35,7 +35,6 @@ STANDARD_LIBRARY_ONLY = {
     for name in names.split()
 }
 HEAVY = {"datasets", "transformers", "tokenizers", "wandb", "huggingface_hub", "matplotlib"}
-HEAVY |= {"pynvml"}
 # The second removes a variable that matplotlib would stop at.
 ENVIRONMENT = ("runtime/launch.py", "report/__main__.py")
 DRAWS = ("drawing", "curves", "timelines", "schedules")  # imported where a picture is made

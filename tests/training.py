@@ -1,6 +1,5 @@
 """One rank's run as an object, for tests: what train.py does, without files and console."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from torch import nn
 
 import train
 from picotron_min.data import Batches
-from picotron_min.extension import Extension
 from picotron_min.extensions.build import build_model
 from picotron_min.extensions.experts.extension import Experts
 from picotron_min.extensions.overlap.linear import Linear, linears
@@ -71,7 +69,6 @@ class Training:
         device: torch.device,
         batches: Batches,
         weights: Path | None = None,
-        meters: Sequence[Extension] = (),
     ) -> None:
         tokenizer, start = BytesTokenizer(), (None, None, weights, None)
         text = TokenFile(batches.tokens, None, 1)
@@ -83,7 +80,7 @@ class Training:
                 nothing = mock.patch.object(kind, "reset_parameters", lambda _: None)
                 stack.enter_context(nothing)
             sizes = model_config, config.layout, config.workload
-            self.model = build_model(*sizes, axes, device, meters)
+            self.model = build_model(*sizes, axes, device)
         self.run = train.build_run(self.model, config.recipe, batches)
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks

@@ -1,6 +1,5 @@
 """Build: the extensions that a run needs, in their order; each is imported only if it is used."""
 
-from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -22,12 +21,11 @@ def build_model(
     workload: Workload,
     axes: Axes,
     device: torch.device,
-    more: Sequence[Extension] = (),
 ) -> ParallelModel:
-    """This rank's part of a model, with the extensions of its settings, and more of the run's."""
+    """This rank's part of a model, with the extensions of its settings."""
     settings = model_config, layout, workload
     parts = parts_of(*settings, device)
-    extensions = [*extensions_of(*settings, axes, device), *more]
+    extensions = extensions_of(*settings, axes, device)
     return parallelize(*settings, axes, device, parts, extensions)
 
 

@@ -49,8 +49,6 @@ def _results(run: Run) -> dict[str, float | None]:
         "tokens_per_second": tokens / seconds if seconds else None,
         "mfu": run.mean_over_time("mfu"),
         "mfu_common": run.mean_over_time("mfu_common"),
-        "joules": run.joules,
-        "joules_per_token": run.joules and run.joules / tokens,
     }
 
 

@@ -22,7 +22,6 @@ UNITS = {
     "tokens_per_second": "tokens/s",
     "mfu": "share of the peak",
     "mfu_common": "share of the peak",
-    "watts": "W, mean of what is measured",
     "load_imbalance": "fullest expert / mean",
 }
 

@@ -21,11 +21,11 @@ from picotron_min.runtime.wording import counted, duration, shown
 
 def report(run: Run) -> str:
     """The page about one folder."""
-    parts = header, mfu, curves, columns, sample, memory, sent_by_axis, schedule, bubbles
+    parts = header, mfu, curves, sample, memory, sent_by_axis, schedule, bubbles
     named = {part.__name__: part for part in parts}
     columns_of_memory = [name.replace("_", " ") for name in RankMemory._fields]
     values = {"run": run, "notes": run.notes, "columns_of_memory": columns_of_memory}
-    values["halved_in"] = HALVED_IN
+    values |= {"halved_in": HALVED_IN, "columns": COLUMNS}
     return render("one_run.html", **values, **named)
 
 
@@ -48,9 +48,6 @@ def header(run: Run) -> dict[str, str]:
     if repeated := len(run.all_steps) - len(run.steps):
         facts["steps"] += f"; {counted(repeated, 'step')} more, after which it resumed from before"
         facts["tokens"] += f", {tokens - tokens_of(run.steps):,.0f} of them in repeated steps"
-    if run.joules is not None:
-        each = f"{run.joules / 1e3:,.2f} kJ, {run.joules / tokens:.3g} J a token"
-        facts["energy"] = f"{each}, {facts.get('energy', 'in all steps')}"
     if run.config:
         flops = tokens * model_flops_per_token(run.model, run.config.training.seq_length)
         facts["FLOPs"] = f"{flops:.3g}, of the model's own arithmetic"
@@ -65,13 +62,9 @@ def mfu(run: Run) -> Iterator[Row]:
         yield name, run.mean_over_time(name), flops
 
 
-def columns(run: Run) -> list[str]:
-    """What the table of steps shows of each."""
-    names = ["loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"]
-    names += ["mfu", "mfu_common", "step_seconds", "memory_gb"]
-    return names + ["joules"] * (run.joules is not None)
-
-
+# What the table of steps shows of each.
+COLUMNS = ["loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"]
+COLUMNS += ["mfu", "mfu_common", "step_seconds", "memory_gb"]
 MOST_ROWS = 12
 
 
@@ -82,7 +75,7 @@ def sample(run: Run) -> list[Row]:
     for i in range(count):
         record = run.steps[round(i * last / max(1, count - 1))]
         values = vars(record) | record.measures
-        rows.append((record.step, *map(values.get, columns(run)), losses.get(record.step, "")))
+        rows.append((record.step, *map(values.get, COLUMNS), losses.get(record.step, "")))
     return rows
 
 

@@ -42,12 +42,6 @@ class Run(NamedTuple):
         """Of all steps, also of those that a resume has repeated: they cost as much."""
         return sum(step.step_seconds for step in self.all_steps)
 
-    @property
-    def joules(self) -> float | None:
-        """Of these steps; None unless it was measured in all."""
-        known = [step.measures.get("joules") for step in self.all_steps]
-        return None if None in known else sum(known)
-
     def mean_over_time(self, name: str) -> float | None:
         known = [step for step in self.all_steps if getattr(step, name) is not None]
         seconds = sum(s.step_seconds for s in known)

@@ -144,8 +144,8 @@ class Logging(section(keys_of(Recipe, "count_zeros"))):  # what is recorded
     run_name: Text | None = None  # for wandb; null: it chooses one
     metrics_file: Name | None = None  # null: metrics.jsonl in checkpoint.save_dir
     trace_file: Name | None = None  # a Chrome trace of a few steps of the first pipeline
-    log_energy: bool = False  # joules of each step, of NVIDIA's GPUs
-    log_bound: Literal[False] = False  # no effect: kept so that older files load
+    log_energy: Literal[False] = False  # no effect: kept so that older files load
+    log_bound: Literal[False] = False  # likewise
     moe_per_layer_logging: bool = False  # metrics of experts also for each layer, as lists
 
 

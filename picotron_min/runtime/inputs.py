@@ -1,6 +1,5 @@
 """Inputs: what a rank starts from: device, model, tokens, and a checkpoint or initial weights."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from filelock import FileLock
 from picotron_min.checkpoint import load, set_optimizer_steps, training_tensors
 from picotron_min.context_parallel import POSITIONS
 from picotron_min.data import Batches
-from picotron_min.extension import Extension
 from picotron_min.extensions.build import open_batches
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initialise
@@ -43,7 +41,6 @@ class Inputs(NamedTuple):
     metadata: Metadata | None  # of that checkpoint
     weights: Path | None  # else the folder of the weights to start from
     lock: FileLock | None  # of save_dir, as long as this lives
-    meters: Sequence[Extension] = ()  # extensions that measure a step, for the report
 
     @property
     def first_step(self) -> int:
@@ -109,13 +106,9 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         started = counted(launch.world_size, "process")
         print(f"starting {started}, reading {config.dataset.name} ...", flush=True)
     save_dir = Path(config.checkpoint.save_dir)
-    metadata, weights, lock, resumed, meters = None, None, None, {}, []
+    metadata, weights, lock, resumed = None, None, None, {}
     device = choose_device(launch, config.distributed.use_cpu)
     check_fp8(config, device)
-    if config.logging.log_energy:
-        from picotron_min.runtime.energy import open_meter
-
-        meters.append(open_meter(device, launch.local_rank, config.tokens_per_step))
     backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
     if launch.rank == 0:  # the one that writes
@@ -130,7 +123,7 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
     depths = model_config.num_nextn_predict_layers
     batches = open_data(config, text, here.dp, here.cp, depths, **resumed)
     data = (tokenizer, text, batches, start, metadata, weights, lock)
-    return Inputs(config, device, backend, model_config, *data, meters)
+    return Inputs(config, device, backend, model_config, *data)
 
 
 def fill_weights(run, inputs: Inputs, group: dist.ProcessGroup) -> None:

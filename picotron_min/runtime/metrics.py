@@ -44,7 +44,7 @@ class StepRecord:
     step_seconds: Amount
     memory_gb: Amount  # the writing rank's peak so far
     comm_bytes: dict[AxisName, int]  # axis -> bytes this rank sent in the step
-    measures: dict[str, Number | list]  # by name: of extensions, energy and others
+    measures: dict[str, Number | list]  # by name: of extensions and others
 
 
 @dataclass(frozen=True)

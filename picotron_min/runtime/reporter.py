@@ -216,7 +216,7 @@ def describe(inputs: Inputs) -> dict[str, str]:
     if device == "cpu" and not config.distributed.use_cpu:
         device = "cpu (torch finds no GPU)"
     begins = m.weights or f"random weights, seed {t.seed}"
-    rows = {
+    return {
         "model": f"{m.name}, {numbers} in {m.dtype}"
         f"{', linears in FP8' * m.fp8}{', experts in FP8' * m.fp8_experts}",
         "layout": f"{config.world_size} x {device} over {inputs.backend}: {sizes}",
@@ -233,6 +233,3 @@ def describe(inputs: Inputs) -> dict[str, str]:
         + (", less by the lengths of documents" if apart else ""),
         "start": f"resumed from {inputs.start}" if inputs.start else begins,
     }
-    for meter in inputs.meters:
-        rows["energy"] = meter.source
-    return rows

@@ -135,7 +135,7 @@ DAMAGED = [
     "3",
     {"step": 10**30},
     {"comm_bytes": {"zz": 1}},
-    {"watts": "many"},
+    {"load_imbalance": "many"},
 ]
 
 
@@ -194,16 +194,13 @@ def test_of_repeated_steps_the_later_ones_count(tmp_path):
 def test_a_step_that_was_not_finite_is_drawn_with_what_else_it_has(tmp_path):
     config = recorded_runs.config_of(tmp_path, {})
     nothing = {"loss": math.nan, "grad_norm": math.inf, "mfu": None, "mfu_common": None}
-    measures = {"joules": 51.2, "load_imbalance": 1.5, "dropped_per_layer": [0.0], "z_loss": None}
+    measures = {"load_imbalance": 1.5, "dropped_per_layer": [0.0], "z_loss": None}
     write_records(tmp_path, config, [1], measures=measures, **nothing)
     page = report(tmp_path)
-    assert pictures(page) == ["learning_rate", "tokens_per_second", "load_imbalance", "joules"]
+    assert pictures(page) == ["learning_rate", "tokens_per_second", "load_imbalance"]
     (row,) = table(page, "step", "grad_norm").values()
-    assert row["loss"] == row["mfu"] == row["grad_norm"] == "n/a" and row["joules"] == 51.2
-    assert facts(page)["energy"].startswith(f"0.05 kJ, {51.2 / (0.5 * 1001):.3g} J a token")
+    assert row["loss"] == row["mfu"] == row["grad_norm"] == "n/a"
     assert "only metrics.jsonl is shown" in page and "What ranks send" not in page
-    write_records(tmp_path, config, [2])
-    assert read_run(tmp_path).joules is None, "not of a part of the steps"
 
 
 def test_a_folder_without_a_run_is_the_users_mistake(tmp_path, capsys):
@@ -238,7 +235,7 @@ def test_several_folders_are_compared_in_a_table_and_a_plot(folder, tmp_path):
         last = run.evaluations[-1].val_loss
         assert results == [str(name), tokens, run.seconds, run.steps[-1].loss, last]
         assert row["training.gradient_accumulation_steps"] == str(accumulated)
-        assert {"training.seed", "joules", "checkpoint.save_dir"}.isdisjoint(row)
+        assert {"training.seed", "checkpoint.save_dir"}.isdisjoint(row)
     assert "differ in training.eval_batches: their val_loss does not compare" in page
     write_run(tmp_path, training={"gradient_accumulation_steps": 4, "seed": 7})
     assert "does not compare" not in report(tmp_path, folder)
