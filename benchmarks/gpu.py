@@ -168,9 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
 def one_process(device: str) -> Iterator[torch.device]:
     """A process group of this process alone, which the mesh needs."""
     alone = launch.Launch(0, 0, 1, open_store=lambda timeout: dist.HashStore())
-    chosen = launch.choose_device(alone, use_cpu=device == "cpu")
-    how = launch.choose_backend(chosen, "auto"), alone.open_store(600), timedelta(seconds=600)
-    launch.open_process_group(alone, *how)
+    chosen, backend = launch.choose_device(alone, use_cpu=device == "cpu")
+    launch.open_process_group(alone, backend, alone.open_store(600), timedelta(seconds=600))
     yield chosen
     dist.destroy_process_group()
 

@@ -26,7 +26,7 @@ from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.inputs import open_data
-from picotron_min.runtime.launch import choose_backend, choose_device
+from picotron_min.runtime.launch import choose_device
 from picotron_min.runtime.processes import start_run
 from picotron_min.runtime.token_file import TokenFile
 
@@ -75,9 +75,10 @@ class Log:
 
 
 def describe(config: Config, monitor: RankMonitor) -> None:
-    device = choose_device(monitor.launch, config.distributed.use_cpu)
-    monitor.connect(choose_backend(device, config.distributed.backend))
-    axes = build_axes(device, config.layout, config.distributed.timeout_seconds)
+    d = config.distributed
+    device, backend = choose_device(monitor.launch, d.backend, d.use_cpu)
+    monitor.connect(backend)
+    axes = build_axes(device, config.layout, d.timeout_seconds)
     model_config = resolve_model(config)
     model = build_model(model_config, config.layout, config.workload, axes, device)
     initialise(model.parameters, model_config, 0, model.placements, axes)

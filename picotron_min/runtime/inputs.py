@@ -20,7 +20,7 @@ from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.folders import check_shared, find_start, lock_folder
 from picotron_min.runtime.hugging_face import find_weights, load_hf
-from picotron_min.runtime.launch import Launch, choose_backend, choose_device, open_communicators
+from picotron_min.runtime.launch import Launch, choose_device, open_communicators
 from picotron_min.runtime.metadata import Metadata, read_to_resume
 from picotron_min.runtime.token_file import TokenFile, open_text
 from picotron_min.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -107,9 +107,9 @@ def read_inputs(config: Config, launch: Launch) -> Inputs:
         print(f"starting {started}, reading {config.dataset.name} ...", flush=True)
     save_dir = Path(config.checkpoint.save_dir)
     metadata, weights, lock, resumed = None, None, None, {}
-    device = choose_device(launch, config.distributed.use_cpu)
+    d = config.distributed
+    device, backend = choose_device(launch, d.backend, d.use_cpu)
     check_fp8(config, device)
-    backend = choose_backend(device, config.distributed.backend)
     model_config = resolve_model(config)
     if launch.rank == 0:  # the one that writes
         lock = lock_folder(save_dir)

@@ -28,7 +28,6 @@ class Launch(NamedTuple):
     local_rank: int  # on this node
     world_size: int
     open_store: Callable[[float], dist.Store]  # the ranks' key-value store, given a timeout in s
-    shares_gpus: bool = False  # with other processes, which NCCL refuses and gloo does not
 
 
 def torchrun_launch() -> Launch | None:
@@ -185,18 +184,27 @@ def compute_deterministically() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # it is written before it is read
 
 
-def choose_device(launch: Launch, use_cpu: bool) -> torch.device:
-    """One GPU a process where there are GPUs, else the CPU; ValueError if they are too few."""
+def choose_device(
+    launch: Launch, backend: str = "auto", use_cpu: bool = False
+) -> tuple[torch.device, str]:
+    """One GPU a process where there are GPUs, else the CPU; and the backend that connects them.
+
+    ValueError if GPUs are too few, or if the backend cannot work.
+    """
     if use_cpu or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if launch.local_rank >= (gpus := torch.cuda.device_count()) and not launch.shares_gpus:
+        if backend == "nccl":
+            problem = "distributed.backend=nccl does not work on the device in use, cpu"
+            raise ValueError(f"{problem}: set it to auto or gloo, or change distributed.use_cpu")
+        return torch.device("cpu"), "gloo"
+    # NCCL refuses two processes on one GPU, gloo does not.
+    if launch.local_rank >= (gpus := torch.cuda.device_count()) and backend != "gloo":
         problem = f"process {launch.local_rank} on this node has no GPU: there are {gpus}"
         remedy = "start fewer processes, let them share GPUs by distributed.backend gloo"
         raise ValueError(f"{problem}; {remedy}, or set distributed.use_cpu")
     device = torch.device("cuda", launch.local_rank % gpus)
     torch.cuda.set_device(device)
     _check_segments(device, launch)
-    return device
+    return device, "nccl" if backend == "auto" else backend
 
 
 def _check_segments(device: torch.device, launch: Launch) -> None:
@@ -209,16 +217,6 @@ def _check_segments(device: torch.device, launch: Launch) -> None:
         if launch.local_rank == 0:
             why = first_line(error)
             print(f"GPU memory is in fixed segments: the driver has no other ({why})", flush=True)
-
-
-def choose_backend(device: torch.device, backend: str) -> str:
-    """ "auto" is NCCL between GPUs and gloo between CPUs. ValueError for one that cannot work."""
-    if backend == "auto":
-        return "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and device.type == "cpu":
-        problem = f"distributed.backend={backend} does not work on the device in use, {device}"
-        raise ValueError(f"{problem}: set it to auto or gloo, or change distributed.use_cpu")
-    return backend
 
 
 def open_process_group(launch: Launch, backend: str, store: dist.Store, timeout: timedelta) -> None:

@@ -77,7 +77,6 @@ def _run_rank(train: Callable, config: "Config", launch: Launch) -> None:
         torch.set_num_threads(config.environment.OMP_NUM_THREADS)
     if config.training.deterministic:
         compute_deterministically()
-    launch = launch._replace(shares_gpus=config.distributed.backend == "gloo")
     timeout, save_dir = config.distributed.timeout_seconds, config.checkpoint.save_dir
     with monitored(launch, timeout, save_dir) as monitor:
         train(config, monitor)

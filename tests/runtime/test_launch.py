@@ -12,7 +12,6 @@ import torch.distributed as dist
 from picotron_min.runtime.launch import (
     Launch,
     Terminal,
-    choose_backend,
     choose_device,
     exit_on_usage_error,
     open_process_group,
@@ -20,7 +19,7 @@ from picotron_min.runtime.launch import (
     torchrun_launch,
 )
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+GPU, LAUNCH = torch.device("cuda", 1), Launch(5, 3, 8, None)
 
 
 @pytest.mark.quick
@@ -68,10 +67,9 @@ def test_output_that_cannot_be_written_raises_nothing():
 
 
 def test_a_backend_that_cannot_work_on_the_device_is_refused_with_the_remedy():
-    assert [choose_backend(device, "auto") for device in (CPU, GPU)] == ["gloo", "nccl"]
-    assert choose_backend(GPU, "gloo") == "gloo"
+    assert choose_device(LAUNCH, use_cpu=True) == (torch.device("cpu"), "gloo")
     with pytest.raises(ValueError, match=r"backend=nccl does not work .* cpu: set it to auto or"):
-        choose_backend(CPU, "nccl")
+        choose_device(LAUNCH, "nccl", use_cpu=True)
 
 
 @pytest.fixture
@@ -82,10 +80,11 @@ def two_gpus(monkeypatch):
 
 
 def test_processes_share_gpus_with_gloo_alone(two_gpus):
-    launch = Launch(5, 3, 8, None)
-    assert choose_device(launch._replace(shares_gpus=True), use_cpu=False) == GPU
-    with pytest.raises(ValueError, match=r"process 3 .* there are 2; .*backend gloo, or"):
-        choose_device(launch, use_cpu=False)
+    assert choose_device(LAUNCH, "gloo") == (GPU, "gloo")
+    assert choose_device(LAUNCH._replace(local_rank=1)) == (GPU, "nccl")
+    for backend in ("auto", "nccl"):
+        with pytest.raises(ValueError, match=r"process 3 .* there are 2; .*backend gloo, or"):
+            choose_device(LAUNCH, backend)
 
 
 def test_nccl_is_not_connected_eagerly_and_ends_a_wait_after_the_timeout(monkeypatch):
@@ -94,7 +93,7 @@ def test_nccl_is_not_connected_eagerly_and_ends_a_wait_after_the_timeout(monkeyp
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **more: seen.update(more | environ))
     timeout = timedelta(seconds=7)
-    open_process_group(Launch(1, 1, 2, None), "nccl", dist.HashStore(), timeout)
+    open_process_group(LAUNCH, "nccl", dist.HashStore(), timeout)
     assert "device_id" not in seen and seen["timeout"] == timeout
     assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert seen["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "7"
@@ -115,6 +114,6 @@ def test_memory_in_segments_that_grow_is_tried_once(two_gpus, monkeypatch, capsy
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
-    assert choose_device(Launch(0, 0, 2, None), use_cpu=False) == torch.device("cuda", 0)
+    assert choose_device(Launch(0, 0, 2, None)) == (torch.device("cuda", 0), "nccl")
     assert settings == ["expandable_segments:False"]
     assert "fixed segments: the driver has no other (CUDA driver error" in capsys.readouterr().out
