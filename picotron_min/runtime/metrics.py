@@ -12,18 +12,14 @@ import os
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, Field, NonNegativeInt
+from pydantic import BaseModel, NonNegativeInt
 
 from picotron_min.extensions.settings import Layout, ModelConfig
 from picotron_min.runtime.config import Config
 
 RUN_LOG = "run.jsonl"  # in checkpoint.save_dir
-# What a reader takes; a run that diverges may write others, which JSON has as null.
-Step = Annotated[int, Field(ge=0, lt=10**8)]
-Amount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
-Number = Annotated[float, Field(ge=-1e18, le=1e18, allow_inf_nan=False)] | None
 AxisName = Literal[(*Layout().axis_sizes, "ends")]
 
 
@@ -31,33 +27,33 @@ AxisName = Literal[(*Layout().axis_sizes, "ends")]
 class StepRecord:
     """One training step; None where a number is not known."""
 
-    step: Step
-    loss: Number  # mean over the target tokens of the global batch
-    grad_norm: Number  # before clipping
-    learning_rate: Number
-    tokens: Annotated[int, Field(ge=0, le=10**18)]  # trained on so far
-    tokens_per_second: Amount
-    tokens_per_second_per_device: Amount
-    mfu: Number  # share of the devices' peak FLOPs, 0 to 1
-    mfu_common: Number  # MFU as others count it, 6 N + 12 L H Q T: for comparisons
-    hfu: Number  # MFU with what recomputation repeats
-    step_seconds: Amount
-    memory_gb: Amount  # the writing rank's peak so far
+    step: int
+    loss: float | None  # mean over the target tokens of the global batch
+    grad_norm: float | None  # before clipping
+    learning_rate: float
+    tokens: int  # trained on so far
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    mfu: float | None  # share of the devices' peak FLOPs, 0 to 1
+    mfu_common: float | None  # MFU as others count it, 6 N + 12 L H Q T: for comparisons
+    hfu: float | None  # MFU with what recomputation repeats
+    step_seconds: float
+    memory_gb: float  # the writing rank's peak so far
     comm_bytes: dict[AxisName, int]  # axis -> bytes this rank sent in the step
-    measures: dict[str, Number | list]  # by name: of extensions and others
+    measures: dict[str, float | list | None]  # by name: of extensions and others
 
 
 @dataclass(frozen=True)
 class EvalRecord:
-    step: Step
-    val_loss: Number
-    bits_per_byte: Number = None  # compares models of different tokenizers
+    step: int
+    val_loss: float | None
+    bits_per_byte: float | None = None  # compares models of different tokenizers
 
 
 @dataclass(frozen=True)
 class SaveRecord:
-    step: Step
-    save_seconds: Amount  # in which no step ran
+    step: int
+    save_seconds: float  # in which no step ran
 
 
 class Start(BaseModel, frozen=True):
