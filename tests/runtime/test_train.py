@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,39 +88,36 @@ def test_a_checkpoint_becomes_a_model_without_a_step(workplace, first_run):
     config = workplace.config("model", training={"max_tokens": 1}, checkpoint=checkpoint)
     code, output, _ = workplace.main(config)
     assert code == 0 and workplace.metrics("model") == []
-    assert "hf" in output and "picotron_min.report" not in output, "there is nothing to report"
+    assert "resumed from runs/first/step-00000006" in output and "hf" in output
+    assert "picotron_min.report" not in output, "there is nothing to report"
     first, model = (tensors_of(workplace.folder / f"runs/{run}/hf") for run in ("first", "model"))
     torch.testing.assert_close(model, first, rtol=0, atol=0)
 
 
-def test_a_model_that_transformers_lacks_trains_and_resumes_without_an_export(workplace):
-    """Both runs leave a trace, and what each rank has sent."""
-    trace, training = workplace.folder / "trace.json", {"gradient_accumulation_steps": 3}
-    for steps, traced, measured_step in ((5, {2, 3, 4}, 2), (6, {5}, 6)):
-        config = workplace.config(
-            "own",
-            distributed={"pp_size": 2, "dp_size": 1},
-            training=training | {"total_train_steps": steps},
-            model={"qk_norm": True, "qkv_bias": True},
-            checkpoint={"load_path": "latest"},
-            logging={"trace_file": str(trace)},
-        )
-        code, output, _ = workplace.main(config)
-        assert code == 0 and "no model of transformers is like it" in output
-        assert "Done" in output and "pipeline(" not in output
-        events = json.loads(trace.read_text())["traceEvents"]
-        assert len(events) == len(traced) * 2 * 2 * 3  # ranks, directions, micro-batches
-        assert {event["args"]["step"] for event in events} == traced
-        run = read_run(workplace.folder / "runs/own")
-        assert run.trace and not run.notes, "the report knows its own trace"
-        sizes = run.model, run.config.layout, run.config.workload
-        assert len(run.ranks.ranks) == 2 and run.ranks.step == measured_step
-        for rank, measured in enumerate(run.ranks.ranks):  # of the records, only rank 0
-            sent = {(a, c): n.bytes for a, by in measured.sent.items() for c, n in by.items()}
-            planned = {key: round(n) for key, n in planned_ledger(*sizes, rank).items()}
-            assert sent == planned
-    assert "resumed from runs/own/step-00000005" in output
+def test_a_model_that_transformers_lacks_trains_without_an_export(workplace):
+    """It leaves a trace, and what each rank has sent."""
+    trace = workplace.folder / "trace.json"
+    config = workplace.config(
+        "own",
+        distributed={"pp_size": 2, "dp_size": 1},
+        training={"gradient_accumulation_steps": 3},
+        model={"qk_norm": True, "qkv_bias": True},
+        checkpoint={"load_path": "latest"},
+        logging={"trace_file": str(trace)},
+    )
+    code, output, _ = workplace.main(config)
+    assert code == 0 and "no model of transformers is like it" in output
+    assert "Done" in output and "pipeline(" not in output
     assert "step-00000006" in workplace.files("own") and "hf" not in workplace.files("own")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert len(events) == 3 * 2 * 2 * 3  # steps, ranks, directions, micro-batches
+    run = read_run(workplace.folder / "runs/own")
+    assert run.trace.step == 4 and not run.notes, "the report knows its own trace"
+    assert run.ranks.step == 2
+    for rank, measured in enumerate(run.ranks.ranks):  # of the records, only rank 0
+        sent = {(a, c): n.bytes for a, by in measured.sent.items() for c, n in by.items()}
+        planned = planned_ledger(run.model, run.config.layout, run.config.workload, rank)
+        assert sent == {key: round(n) for key, n in planned.items()}
 
 
 def test_a_run_warns_of_what_is_other_than_expected():
@@ -156,33 +152,23 @@ def test_torchrun_with_the_wrong_number_of_processes_prints_the_right_command(wo
     assert not (workplace.folder / "runs/wrong").exists()
 
 
-def gradients_are_not_finite(after: int) -> None:
+def later_gradients_are_not_finite() -> None:
     measure, steps = train.measure_gradient, itertools.count()
     nan = torch.tensor([math.nan, 1.0])
-    train.measure_gradient = lambda *args: measure(*args) * (nan if next(steps) >= after else 1)
+    train.measure_gradient = lambda *args: measure(*args) * (nan if next(steps) >= 2 else 1)
 
 
-@pytest.mark.parametrize(
-    "after,last,reason,files",
-    [
-        (2, 6, "in a row, up to step 5: the run has diverged. Resume from a", ["step-00000002"]),
-        (0, 2, "not finite in any step, so that nothing was learned: no model is", []),
-    ],
-)
-def test_a_run_that_learns_nothing_more_stops_with_the_remedy(
-    after, last, reason, files, workplace
-):
-    training = {"total_train_steps": last, "warmup_steps": 0}
-    name = f"bad-after-{after}"
-    config = workplace.config(name, training=training, distributed={"dp_size": 1})
-    outcome = workplace.main(config, partial(gradients_are_not_finite, after))
-    assert outcome.code == 1 and outcome.output.count(reason) == 1 and "Done" not in outcome.output
-    assert f"step {after + 2} changed nothing: its gradient is not" in outcome.output
+def test_a_run_that_diverges_stops_with_the_remedy_and_saves_nothing_more(workplace):
+    config = workplace.config("diverges", distributed={"dp_size": 1})
+    code, output, _ = workplace.main(config, later_gradients_are_not_finite)
+    reason = "in a row, up to step 5: the run has diverged. Resume from a"
+    assert code == 1 and output.count(reason) == 1 and "Done" not in output
+    assert "step 4 changed nothing: its gradient is not" in output
     # Not from the checkpoint after step 4: it would end in the same way.
-    assert "with checkpoint.load_path latest" not in outcome.output
-    assert workplace.files(name) == ["metrics.jsonl", "run.jsonl", *files]
-    finite = [record["grad_norm"] is not None for record in workplace.steps(name)]
-    assert finite == [True] * after + [False] * 2
+    assert "with checkpoint.load_path latest" not in output
+    assert workplace.files("diverges") == ["metrics.jsonl", "run.jsonl", "step-00000002"]
+    finite = [record["grad_norm"] is not None for record in workplace.steps("diverges")]
+    assert finite == [True, True, False, False]
 
 
 def state_of(training: Training) -> dict[str, torch.Tensor]:
@@ -201,6 +187,9 @@ def check_skipped_steps() -> None:
         assert result.skipped and not math.isfinite(result.grad_norm)
         assert math.isfinite(result.loss)
         torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
+    training.skipped.has_learned = False  # as if these were the first
+    with pytest.raises(FloatingPointError, match="so that nothing was learned: no model is"):
+        training.saver.export(Path("hf"))
     hook.remove()
     assert not training.step(3).skipped and training.skipped.total == 2
     with pytest.raises(AssertionError):
