@@ -39,7 +39,6 @@ from picotron_min.runtime.launch import (
     Launch,
     exit_on_usage_error,
     first_line,
-    in_words,
     open_process_group,
     print_end,
 )
@@ -194,7 +193,7 @@ def plain_message(error: BaseException, rank: int, is_usage: bool) -> str:
         return f"{what}, a larger tp_size or pp_size, or model.recompute full"
     # A MemoryError that comes from here, not from torch, has its own remedy, or no message.
     is_plain = isinstance(error, (OSError, FloatingPointError, MemoryError, ModuleNotFoundError))
-    return in_words(error) if is_usage or is_plain else ""
+    return str(error) if is_usage or is_plain else ""
 
 
 def report(what: str, notes: dist.Store, rank: int | None) -> None:

@@ -122,14 +122,11 @@ def exit_on_usage_error() -> Iterator[None]:
         # Every rank finds most of them: the first one of a node reports them, and the launcher then
         # ends the others while they sleep. They report only what the first one has not found.
         time.sleep(5 if os.environ.get("LOCAL_RANK", "0") != "0" else 0)
-        print_end(in_words(error))
+        message = str(error)
+        if isinstance(error, dist.DistError):  # of the ranks' store, with a C++ stack below it
+            message = f"{first_line(error)} See rank 0, or check MASTER_ADDR and MASTER_PORT"
+        print_end(message)
         raise SystemExit(2) from None
-
-
-def in_words(error: BaseException) -> str:
-    if isinstance(error, dist.DistError):  # of the ranks' store, with a C++ stack below it
-        return f"{first_line(error)} See rank 0, or check MASTER_ADDR and MASTER_PORT"
-    return str(error)
 
 
 def first_line(error: BaseException) -> str:
