@@ -1,5 +1,6 @@
 """The console as users and logs see it."""
 
+import io
 import itertools
 import time
 from dataclasses import replace
@@ -13,19 +14,20 @@ from picotron_min.runtime.wording import counted, duration, human
 from tests.runtime.test_metrics import RECORD
 
 
-def started(first: int, last: int) -> tuple[Console, list[str]]:
-    """A console, and the lines that it prints."""
-    lines = []
-    return Console(first, last, lines.append), lines
+def started(first: int, last: int) -> tuple[Console, io.StringIO]:
+    """A console, and what it prints."""
+    out = io.StringIO()
+    return Console(first, last, lambda line: print(line, file=out)), out
 
 
 def printed_steps(first: int, last: int, stop_at: int = 0) -> list[int]:
     """The steps whose lines are printed until a warning, which is below all of them."""
-    console, lines = started(first, last)
+    console, out = started(first, last)
     for step in range(first, (stop_at or last) + 1):
         console.step(replace(RECORD, step=step))
     console.warn("its gradient is not finite [inf]")
-    assert lines.pop() == "warning: its gradient is not finite [inf]"
+    *lines, warning = out.getvalue().splitlines()
+    assert warning == "warning: its gradient is not finite [inf]"
     return [int(line.split("/")[0].removeprefix("step")) for line in lines]
 
 
@@ -44,13 +46,13 @@ def test_a_slow_run_prints_a_step_every_minute_and_the_last_one_above_a_warning(
 
 
 def test_the_summary_is_of_the_steps_of_this_run_and_shows_how_to_use_the_model():
-    console, lines = started(501, 504)
+    console, out = started(501, 504)
     for step in range(501, 505):
         values = {"loss": 10.0 - step / 1000, "tokens_per_second": 20_000.0, "mfu": None}
         console.step(replace(RECORD, step=step, **values))
         console.evaluation(EvalRecord(step, step / 1000, 3.21))
     console.summary("checkpoints/a b", Path("checkpoints/a b/step-00000504"), "stdlib")
-    text = "\n".join(lines)
+    text = out.getvalue()
     for line in (
         "step 504/504  loss 9.4960  20.0k tok/s  MFU n/a  80.12 GB  0s left",
         "  trained     4 steps, 8.00k tokens in 0s",
@@ -68,12 +70,12 @@ def test_the_summary_is_of_the_steps_of_this_run_and_shows_how_to_use_the_model(
 
 def test_speeds_are_means_since_the_last_line_and_time_left_is_by_the_pace_so_far(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", itertools.count(step=10).__next__)
-    console, lines = started(1, 60)  # prints every third step
+    console, out = started(1, 60)  # prints every third step
     for step, seconds in enumerate((0.5, 1.0, 3.0), start=1):
         values = {"step_seconds": seconds, "tokens_per_second": 600 / seconds, "mfu": 0.6 / seconds}
         console.step(replace(RECORD, step=step, **values))
     console.summary("a folder", None, "some text")
-    first, third, rest = (line for line in lines if " tok/s" in line)
+    first, third, rest = (line for line in out.getvalue().splitlines() if " tok/s" in line)
     assert "1.20k tok/s  MFU 120.0%" in first and "300 tok/s  MFU 30.0%" in third
     assert "300 tok/s  MFU 30.0%, without the first step" in rest
     # 59 x (0.5 + 10), and 57 x (0.5 + 3 x 10) / 3: with what lies between the steps.

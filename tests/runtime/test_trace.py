@@ -1,6 +1,5 @@
 """A traced step, on a GPU that is emulated: it must not wait for messages; and how it is read."""
 
-import json
 import time
 from types import SimpleNamespace
 
@@ -52,8 +51,3 @@ def test_a_traced_step_on_a_gpu_does_not_wait_for_messages(tmp_path, monkeypatch
     assert abs(measured.spans[0].start / 1e6 - time.time()) < 60  # on the host's clock
     assert measured.makespan == pytest.approx(4 * 3000 + 7 * 500, abs=0.5)
     assert plan_of_trace(measured, engine).makespan == 4 * 3000
-    written = json.loads(path.read_text())
-    written["traceEvents"] = written["traceEvents"][-7:]
-    path.write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"trace\.json is not a trace of .* 'F0' is missing"):
-        read_trace(str(path))
