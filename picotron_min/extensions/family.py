@@ -16,23 +16,29 @@ from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Table
 
 
+def by_names(c: ModelConfig, layer: int) -> None:
+    """The kind of a layer, if the names of its parameters show it."""
+
+
 class Family(NamedTuple):
-    """Two are always given. What is left out does not exist: no published models, ..."""
+    """Three are always given. What is left out does not exist: no published models, ..."""
 
     shape: type[ModelConfig]  # its numbers, each with a type; names and shapes of its parameters
     # Its class, in the folder's extension.py; None: build.py makes it from a run's settings.
     extension: str | None
+    # What a layer is, beside the names of its parameters: else a layer of another kind could be
+    # missing in the small model, which is compared with one process.
+    kind: Callable[[ModelConfig, int], object]
     # The last part of the names of its parameters' modules. The formulas of planner/activations.py
     # have what these keep for backward; queries and keys that have norms among it.
     modules: tuple[str, ...] = ()
     rows: Callable[..., Table] = lambda shapes, table, num_layers, layout: {}  # see placement.Rule
-    architectures: Mapping[str, dict] = {}  # rows of runtime/architectures.py
+    # Rows of runtime/architectures.py; of a row that is there, what it adds.
+    architectures: Mapping[str, dict] = {}
     presets: Mapping[str, ModelConfig] = {}  # published models by their ids on the hub
     # Numbers of a small model of so many layers, in which each kind of layer is, at places that
     # are not the same in two pipeline stages.
     tiny: Callable[[ModelConfig, Layout, int], dict] = lambda c, layout, num_layers: {}
-    # What a layer is, where the names of its parameters do not show it.
-    kind: Callable[[ModelConfig, int], object] = lambda c, layer: None
 
     def is_used(self, c: ModelConfig) -> bool:
         """Whether one of its numbers is not the default."""

@@ -5,7 +5,7 @@
     a tensor's name       mlp.experts.0.gate_proj      block_sparse_moe.experts.0.w1
     not computed                                       sliding_window, unless it is null
 
-Each is a row of ARCHITECTURES; a family of extensions/ has its rows in its own shape.py.
+Each is a row of ARCHITECTURES. A family of extensions/ has its rows in its own folder.
 """
 
 from collections.abc import Callable
@@ -44,41 +44,21 @@ class Architecture(NamedTuple):
         return {name: name for name in NUMBERS + self.fields} | dict(self.renamed)
 
 
-def _read_glm4_moe(hf: dict) -> dict:
-    dense = [i for i in range(hf["num_hidden_layers"]) if i < hf["first_k_dense_replace"]]
-    return {"scoring_func": "sigmoid", "mlp_only_layers": dense}
-
-
-DEPTHS = "num_nextn_predict_layers"
-EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
-SIGMOID = ("n_shared_experts", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
-EXPERT_MATRICES = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
-
-ARCHITECTURES = {
-    "llama": Architecture(
-        class_name="LlamaForCausalLM",
-        fixed={"attention_bias": False, "mlp_bias": False},
-        read=lambda hf: {DEPTHS: hf.get("num_mtp_layers", 0)},  # transformers' name, for any model
-        write=lambda c: {"num_mtp_layers": depths} if (depths := getattr(c, DEPTHS)) else {},
-    ),
-    "mixtral": Architecture(
-        class_name="MixtralForCausalLM",
-        fixed={"sliding_window": None, "router_jitter_noise": 0.0},
-        fields=EXPERTS,
-        renamed=(("moe_intermediate_size", "intermediate_size"),),  # no layer has another MLP
-        tensors=((".mlp.", ".block_sparse_moe."), *EXPERT_MATRICES),
-    ),
-    "glm4_moe": Architecture(
-        class_name="Glm4MoeForCausalLM",
-        fixed={"attention_bias": False, "use_qk_norm": False},
-        fields=(*EXPERTS, *SIGMOID, DEPTHS),
-        renamed=(("num_local_experts", "n_routed_experts"),),
-        read=_read_glm4_moe,
-        write=lambda model_config: {"first_k_dense_replace": len(model_config.mlp_only_layers)},
-    ),
+LLAMA = {
+    "class_name": "LlamaForCausalLM",
+    "fixed": {"attention_bias": False, "mlp_bias": False},
 }
-ROWS = [row for family in FAMILIES.values() for row in family.architectures.items()]
-ARCHITECTURES |= {name: Architecture(**row) for name, row in ROWS}
+
+
+def _rows() -> dict[str, dict]:
+    rows = {"llama": LLAMA}
+    for family in FAMILIES.values():
+        for name, row in family.architectures.items():
+            rows[name] = rows.get(name, {}) | row  # a family may add to another's row
+    return rows
+
+
+ARCHITECTURES = {name: Architecture(**row) for name, row in _rows().items()}
 
 
 def from_hf(hf: dict) -> ModelConfig:

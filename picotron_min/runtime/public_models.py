@@ -9,8 +9,6 @@ _smol, _llama_2 = {"tie_word_embeddings": True}, {"max_position_embeddings": 409
 _llama_3 = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
 _llama_3_1 = _llama_3 | {"rope_scaling": RopeScaling(8.0)}
 _llama_3_2 = _llama_3 | {"rope_scaling": RopeScaling(32.0), "tie_word_embeddings": True}
-_mixtral_7b = {"rope_theta": 1e6, "num_local_experts": 8, "max_position_embeddings": 32_768}
-_mixtral_22b = _mixtral_7b | {"max_position_embeddings": 65_536}
 
 # By the ids of their repositories on the Hugging Face hub, from the config.json of each.
 PRESETS = {
@@ -26,8 +24,6 @@ PRESETS = {
     "meta-llama/Llama-3.1-8B": ModelConfig(128_256, 4096, 14_336, 32, 32, 8, **_llama_3_1),
     "meta-llama/Llama-3.1-70B": ModelConfig(128_256, 8192, 28_672, 80, 64, 8, **_llama_3_1),
     "meta-llama/Llama-3.1-405B": ModelConfig(128_256, 16_384, 53_248, 126, 128, 8, **_llama_3_1),
-    "mistralai/Mixtral-8x7B-v0.1": ModelConfig(32_000, 4096, 14_336, 32, 32, 8, **_mixtral_7b),
-    "mistralai/Mixtral-8x22B-v0.1": ModelConfig(32_000, 6144, 16_384, 56, 48, 8, **_mixtral_22b),
 }
 OF_FAMILIES = [preset for family in FAMILIES.values() for preset in family.presets.items()]
 PRESETS |= {name: ModelConfig(**numbers_of(preset)) for name, preset in OF_FAMILIES}

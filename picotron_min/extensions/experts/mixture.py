@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from picotron_min.extensions.family import Family
+from picotron_min.extensions.family import Family, by_names
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig, mlp
 from picotron_min.placement import ROW_PARALLEL, Cut, Placement, Table
@@ -161,4 +161,45 @@ def _tiny(c: Mixture, layout: Layout, num_layers: int) -> dict[str, object]:
     }
 
 
-FAMILY = Family(Mixture, None, ("gate", "shared_expert_gate"), expert_rows, tiny=_tiny)
+def _read_glm4_moe(hf: dict) -> dict:
+    dense = [i for i in range(hf["num_hidden_layers"]) if i < hf["first_k_dense_replace"]]
+    return {"scoring_func": "sigmoid", "mlp_only_layers": dense}
+
+
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+SIGMOID = ("n_shared_experts", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
+MATRICES = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
+MIXTRAL = {
+    "class_name": "MixtralForCausalLM",
+    "fixed": {"sliding_window": None, "router_jitter_noise": 0.0},
+    "fields": EXPERTS,
+    "renamed": (("moe_intermediate_size", "intermediate_size"),),  # no layer has another MLP
+    "tensors": ((".mlp.", ".block_sparse_moe."), *MATRICES),
+}
+GLM4_MOE = {
+    "class_name": "Glm4MoeForCausalLM",
+    "fixed": {"attention_bias": False, "use_qk_norm": False},
+    "fields": (*EXPERTS, *SIGMOID, "num_nextn_predict_layers"),
+    "renamed": (("num_local_experts", "n_routed_experts"),),
+    "read": _read_glm4_moe,
+    "write": lambda c: {"first_k_dense_replace": len(c.mlp_only_layers)},
+}
+
+_mixtral = {"rope_theta": 1e6, "num_local_experts": 8}
+FAMILY = Family(
+    Mixture,
+    extension=None,
+    kind=by_names,
+    modules=("gate", "shared_expert_gate"),
+    rows=expert_rows,
+    architectures={"mixtral": MIXTRAL, "glm4_moe": GLM4_MOE},
+    presets={
+        "mistralai/Mixtral-8x7B-v0.1": Mixture(
+            *(32_000, 4096, 14_336, 32, 32, 8), max_position_embeddings=32_768, **_mixtral
+        ),
+        "mistralai/Mixtral-8x22B-v0.1": Mixture(
+            *(32_000, 6144, 16_384, 56, 48, 8), max_position_embeddings=65_536, **_mixtral
+        ),
+    },
+    tiny=_tiny,
+)

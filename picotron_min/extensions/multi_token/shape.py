@@ -11,7 +11,7 @@ L decoder layers have the numbers 0 to L - 1, D prediction layers L to L + D - 1
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from picotron_min.extensions.family import Family
+from picotron_min.extensions.family import Family, by_names
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.pipeline_schedule import ends_share_rank
@@ -57,4 +57,16 @@ def depth_rows(
     return rows
 
 
-FAMILY = Family(Depths, None, ("enorm", "hnorm", "eh_proj", "norm"), depth_rows)
+# Of Llama, which says the rest. The key is transformers' for any model.
+LLAMA = {
+    "read": lambda hf: {"num_nextn_predict_layers": hf.get("num_mtp_layers", 0)},
+    "write": lambda c: {"num_mtp_layers": D} if (D := c.num_nextn_predict_layers) else {},
+}
+FAMILY = Family(
+    Depths,
+    extension=None,
+    kind=by_names,
+    modules=("enorm", "hnorm", "eh_proj", "norm"),
+    rows=depth_rows,
+    architectures={"llama": LLAMA},
+)

@@ -42,6 +42,7 @@ SMOLLM3 = {
 FAMILY = Family(
     RopeFree,
     extension="NoRope",
+    kind=lambda c, layer: layer in c.rope_free,
     architectures={"smollm3": SMOLLM3},
     presets={
         "HuggingFaceTB/SmolLM3-3B": RopeFree(
@@ -54,5 +55,4 @@ FAMILY = Family(
         )
     },
     tiny=lambda c, layout, n: {"no_rope_layers": ((1, 0, 0) * n)[:n] if c.rope_free else ()},
-    kind=lambda c, layer: layer in c.rope_free,
 )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from picotron_min.extensions.family import Family
+from picotron_min.extensions.family import Family, by_names
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Cut, Placement, Table
@@ -49,6 +49,7 @@ OLMO2 = {
 FAMILY = Family(
     PostNorms,
     extension=None,
+    kind=by_names,
     modules=("q_norm", "k_norm", BEHIND_MLP),
     rows=norm_rows,
     architectures={"olmo2": OLMO2},

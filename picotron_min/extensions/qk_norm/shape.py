@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from picotron_min.extensions.family import Family
+from picotron_min.extensions.family import Family, by_names
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Placement, Table
@@ -36,6 +36,7 @@ QWEN3 = {
 FAMILY = Family(
     QkNorms,
     extension="QkNorm",
+    kind=by_names,
     modules=("q_norm", "k_norm"),
     rows=norm_rows,
     architectures={"qwen3": QWEN3},

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from picotron_min.extensions.family import Family
+from picotron_min.extensions.family import Family, by_names
 from picotron_min.layout import Layout
 from picotron_min.model_config import ModelConfig
 from picotron_min.placement import Cut, Placement, Table
@@ -45,6 +45,7 @@ _large = _qwen | {"max_position_embeddings": 131_072}
 FAMILY = Family(
     QkvBiases,
     extension="QkvBias",
+    kind=by_names,
     modules=("q_bias", "k_bias", "v_bias"),
     rows=bias_rows,
     architectures={"qwen2": QWEN2},
