@@ -34,12 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         create(arguments)
         return 0
-    except OSError as error:
-        problems = f"cannot write {error.filename}: {error.strerror}"
-    except ValueError as error:
-        problems = str(error)  # a line for each
-    print("error: " + problems.replace("\n", "\nerror: "), file=sys.stderr)
-    return 2
+    except (OSError, ValueError) as error:  # a line for each problem
+        print("error: " + str(error).replace("\n", "\nerror: "), file=sys.stderr)
+        return 2
 
 
 def create(arguments: list[str] | None) -> None:
@@ -53,13 +50,13 @@ def create(arguments: list[str] | None) -> None:
     config = parse_config(raw)
     if flags.check:
         return describe(config, flags.gpu, flags.check)
-    path = Path(flags.out_dir, flags.exp_name, "config.json")
+    path = folder_of(flags) / "config.json"
     text = json.dumps(raw, indent=4) + "\n"
-    if path.exists() and path.read_bytes() != text.encode() and not flags.force:
+    if path.exists() and path.read_text() != text and not flags.force:
         remedy = "choose another --exp_name, or add --force to overwrite it"
         raise ConfigError(f"{path} is already there and differs: {remedy}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text)
     print(f"wrote {path}")
     describe(config, flags.gpu, path)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
@@ -68,7 +65,7 @@ def create(arguments: list[str] | None) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """One flag for each key of the schema, empty unless given."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],  # -OO removes docstrings
+        description="A checked config.json from flags, and what it will cost.",
         usage="%(prog)s --out_dir DIR --exp_name NAME [flags; --help lists them]",
         epilog="What keys mean: docs/config.md, and beside each in picotron_min/runtime/config.py.",
         argument_default=argparse.SUPPRESS,
@@ -100,7 +97,7 @@ def types_of(schema: dict) -> list[str]:
 def to_config(flags: argparse.Namespace) -> dict:
     """The config as it is written: a small base, and over it the flags that were given."""
     raw = {name: {} for name in SECTIONS}
-    raw["checkpoint"]["save_dir"] = str(Path(flags.out_dir, flags.exp_name, "checkpoints"))
+    raw["checkpoint"]["save_dir"] = str(folder_of(flags) / "checkpoints")
     raw["logging"]["run_name"] = flags.exp_name
     # A thread a process, or the ranks of one machine compete for its cores.
     raw["environment"] = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -109,6 +106,14 @@ def to_config(flags: argparse.Namespace) -> dict:
         if key:
             raw[section][key] = parse_value(where, value)
     return {name: keys for name, keys in raw.items() if keys}
+
+
+def folder_of(flags: argparse.Namespace) -> Path:
+    """The folder of the experiment; ValueError if it would not be one in the folder of all."""
+    name = flags.exp_name
+    if Path(name).name != name or name == "..":
+        raise ValueError(f"--exp_name {name} must be the name of one folder, without / and ..")
+    return Path(flags.out_dir, name)
 
 
 def parse_value(where: str, value: str | bool) -> object:
