@@ -40,6 +40,7 @@ TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=
 TYPES |= dict.fromkeys(
     ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), PositiveFloat
 )
+TYPES["mtp_loss_scaling_factor"] = PositiveFloat  # 0 would leave prediction layers untrained
 
 
 class Section(

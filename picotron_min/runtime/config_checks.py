@@ -79,6 +79,8 @@ def layout_problems(config: Config) -> Iterator[str]:
 
 def _name_problems(config: Config) -> Iterator[str]:
     built_in = {"dataset.name": ["stdlib"], "model.weights": [], "dataset.tokenizer": ["bytes"]}
+    if not find_preset(config.model.name):
+        built_in["model.name"] = [preset.split("/")[-1] for preset in PRESETS]
     for key, known in built_in.items():
         if (name := attrgetter(key)(config)) and (problem := _missing(name, known)):
             yield f"{key}={name}: {problem}"
@@ -113,7 +115,7 @@ def _on_hub(name: str) -> bool:
 
 def is_known_here(model_name: str) -> bool:
     """Whether a model's numbers are known without the network, on which only a run relies."""
-    return bool(find_preset(model_name)) or not _on_hub(model_name)
+    return bool(find_preset(model_name)) or os.path.exists(model_name)
 
 
 def resolve_model(config: Config) -> ModelConfig:
@@ -124,8 +126,6 @@ def resolve_model(config: Config) -> ModelConfig:
     name = config.model.name
     with explained(f"model.name={name}"):
         if not (model_config := find_preset(name)):
-            if problem := _missing(name, [preset.split("/")[-1] for preset in PRESETS]):
-                raise ValueError(problem)
             model_config = from_hf(read_json(fetch(name, "config.json") / "config.json"))
         model_config = model_config.override(**config.model.overrides)
     if problems := [*model_problems(config, model_config)]:
@@ -150,7 +150,7 @@ def model_problems(config: Config, c: ModelConfig) -> Iterator[str]:
     if seq_length > longest:
         where = f"max_position_embeddings={longest} of model.name={config.model.name}"
         yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
-    for check in (_stage_problems, _depth_problems, _expert_problems, _fp8_problems):
+    for check in (_stage_problems, _expert_problems, _fp8_problems):
         yield from check(config, c)
 
 
@@ -186,12 +186,6 @@ def _stage_problems(config: Config, c: ModelConfig) -> Iterator[str]:
         if offload >= fewest:
             why = f"the last layer of a stage stays on the device, and the smallest has {fewest}"
             yield f"offload={offload}: {why}: use at most {fewest - 1}"
-
-
-def _depth_problems(config: Config, c: ModelConfig) -> Iterator[str]:
-    if (depths := c.num_nextn_predict_layers) and not config.training.mtp_loss_scaling_factor:
-        why = f"mtp_loss_scaling_factor=0 leaves num_nextn_predict_layers={depths} untrained"
-        yield f"{why}: raise it, or num_nextn_predict_layers to 0"
 
 
 def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:

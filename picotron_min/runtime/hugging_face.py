@@ -54,13 +54,14 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
     shapes, repeats = all_shapes(model_config), model_config.tie_word_embeddings and HEAD in found
     shapes |= {HEAD: shapes[EMBEDDING]} if repeats else {}
     of_files = {name: _form(tensor) for name, tensor in found.items()}
-    numbers = numbers_of(model_config), numbers_of(_their_config(folder))
-    lines = []  # numbers explain most
-    for ours, theirs in (numbers, (shapes, of_files)):
-        for key in sorted((ours | theirs).keys() - given - MAY_DIFFER):
-            here, there = ours.get(key, "absent"), theirs.get(key, "absent")
-            if here != there:
-                lines.append(f"{their_name(key, model_config)} is {there} there, and {here} here")
+    # Numbers first: they explain most.
+    here, there = numbers_of(model_config) | shapes, numbers_of(_their_config(folder)) | of_files
+    lines = [
+        f"{their_name(key, model_config)} is {there.get(key, 'absent')} there, "
+        f"and {here.get(key, 'absent')} here"
+        for key in here | there
+        if key not in given | MAY_DIFFER and here.get(key) != there.get(key)
+    ]
     if lines:
         lines[5:] = [f"and {len(lines) - 5} more"] if len(lines) > 5 else []
         what = f"model.weights={name} is not the model of this config. {REMEDIES}"

@@ -15,7 +15,6 @@ from picotron_min.runtime.wording import explained
 PART = 2**24  # ids that are looked at together: a file may be larger than memory
 # Tools that write a header before the ids: its bytes, and how it begins.
 HEADERS = [("llm.c", 1024, np.int32(version).tobytes()) for version in (20240520, 20240801)]
-HEADERS += [("litgpt", 24, b"LITPKDS")]
 
 
 def open_ids(name: str, vocab_size: int, end_of_text: int) -> tuple[np.ndarray, np.ndarray, str]:

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from picotron_min.runtime import config_checks
 from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config import ConfigError
 from picotron_min.runtime.config_checks import resolve_model
@@ -50,7 +49,10 @@ def problems(raw: dict) -> list[str]:
 BAD = """
 t.seq_length="256"                      | training.seq_length="256": must be a valid integer
 t.learning_rate=NaN                     | learning_rate=NaN: must be a finite number
-t.total_train_steps=100000000           | must be less than or equal to 99999999
+d.dp_size=1000000000000                 | must be less than or equal to 99999999
+m.num_hidden_layers=1000000000          | must be less than or equal to 99999999
+m.num_local_experts=10000 m.num_hidden_layers=1000 | are more than 100,000 in all: use at most 100
+t.mtp_loss_scaling_factor=0             | must be greater than 0
 e.HF_TOKEN=hf_secret                    | HF_TOKEN must be null: delete it, and run  export HF_T
 t.learning_rat=1                        | learning_rat is not known: did you mean learning_rate?
 t.cpu=1                                 | cpu is not known: did you mean distributed.use_cpu?
@@ -59,11 +61,9 @@ t.warmup_steps=200                      | must be below total_train_steps=200
 t.min_learning_rate=0.1                 | is above learning_rate=0.0003: use at most 0.0003
 t.moe_pad_expert_input_to_capacity=true | needs moe_expert_capacity_factor: set it
 t.moe_expert_rank_capacity_factor=0.5   | must be greater than or equal to 1
-t.moe_router_force_biased=0.5           | must be less than or equal to 0
 t.seq_length=4096                       | is above max_position_embeddings=2048 of model.name=tiny
 o.packing=bfd                           | set document_mask to true, or packing to "wrapped"
 o.name=stdlb                            | /stdlb: use stdlib, a path or a hub id
-o.name=nowhere.txt                      | /nowhere.txt: use a path or a hub id owner/name
 m.name=SmolLM-136M                      | SmolLM-136M: use SmolLM-360M, SmolLM-135M
 m.offload=4                                             | the smallest has 4: use at most 3
 d.pp_chunks=2 d.pp_engine=interleaved                   | needs more than pp_size=1: use more ranks
@@ -87,7 +87,6 @@ m.n_group=3 m.scoring_func=sigmoid EIGHT                | use one of [1, 2, 4]
 m.n_group=4 m.num_experts_per_tok=3 m.scoring_func=sigmoid EIGHT   | groups of 2: use 2 to 4
 m.n_shared_experts=1 EIGHT                              | true exactly if n_shared_experts=1
 m.mlp_only_layers=[0,2] m.scoring_func=sigmoid EIGHT    | of 2 dense layers the first ones
-m.num_nextn_predict_layers=1 t.mtp_loss_scaling_factor=0 | =1 untrained: raise it, or num_ne
 l.trace_file=checkpoints/metrics.jsonl                  | name another file
 """
 quick = pytest.mark.quick
@@ -107,9 +106,7 @@ def test_a_mistake_is_reported_with_its_numbers_and_the_remedy(row):
 FILES = [
     ('{\n"training": {\n\t"seed": 1\n\t"betas": 2}}', "delimiter: line 4 column 2"),
     ("[1, 2]", "must hold one object, { ... }, not [1, 2]"),
-    ("\xff", "can't decode byte 0xff"),
     ('{"trainng": {}}', "trainng is not known: did you mean training?"),
-    ('{"seed": 1}', "seed is not known: did you mean training.seed?"),
     ('{"model": {"name": "a", "name": "b"}}', "an object repeats name: keep one"),
 ]
 
@@ -157,34 +154,8 @@ def test_a_local_folder_gives_the_model_and_its_tokenizer(tmp_path, monkeypatch)
     assert "model_type='gpt2' is not supported" in problems(raw)[0]
 
 
-def test_a_hub_id_is_fetched_only_to_resolve_the_model(monkeypatch, tmp_path):
-    monkeypatch.setattr(config_checks, "fetch", lambda name, *files: tmp_path)
-    config = parse_config(raw_of("m.name=owner/llama t.seq_length=4096"))
-    with pytest.raises(ValueError, match=r"^model.name=owner/llama: cannot read .*config.json"):
-        resolve_model(config)
-
-
-# Configs without a mistake: what looks like one is none.
-GOOD = """
-d.dp_size=2 d.tp_size=2 d.ep_size=2 d.etp_size=2 EIGHT m.intermediate_size=383 m.n_shared_experts=1 m.scoring_func=sigmoid
-d.cp_size=4 d.cp_engine=ulysses d.sequence_parallel=true t.seq_length=252
-t.moe_aux_loss_coeff=0.1 t.moe_expert_capacity_factor=1.5 t.moe_router_force_load_balancing=true
-l.trace_file=t.json l.metrics_file=m.jsonl
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize("text", GOOD.strip().splitlines())
-def test_a_config_that_fits_is_accepted(text):
-    parse_config(raw_of(text))
-
-
-def test_a_wrong_number_of_processes_is_reported_with_the_right_command(tmp_path):
+def test_more_processes_than_a_machine_starts_need_a_launcher(tmp_path):
     path = tmp_path / "my.json"
-    path.write_text('{"distributed": {"dp_size": 4}}')
-    command = f"run  torchrun --nproc_per_node 4 train.py --config {path}"
-    with pytest.raises(ConfigError, match=rf"needs 4 processes .* started with 3: {command}"):
-        load_config(path, 3)
-    assert load_config(path, 4) == load_config(path)
     path.write_text('{"distributed": {"dp_size": 100000}}')
     with pytest.raises(ConfigError, match=r"needs 100,000 processes .*, and one machine starts at"):
         load_config(path)

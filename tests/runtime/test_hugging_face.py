@@ -50,10 +50,10 @@ def test_the_first_five_mistakes_in_weights_are_reported_at_once(write):
     assert "Does model.name fit it?" in first
     assert lines == [
         "rms_norm_eps is 0.1 there, and 1e-05 here",
-        f"{up} is absent there, and (48, 32) here",
         f"{q} is (5, 32) there, and (32, 32) here",
-        "model.layers.7.mlp.up_proj.weight is (2,) there, and absent here",
+        f"{up} is absent there, and (48, 32) here",
         "model.norm.weight is of dtype I32 (readable: F64, F32, BF16, F16) there, and (32,) here",
+        "model.layers.7.mlp.up_proj.weight is (2,) there, and absent here",
     ]
     assert "rms_norm_eps" not in refusal(folder, given=["rms_norm_eps"])
     assert re.search(r"\nand \d+ more$", refusal(folder, LLAMA.override(num_hidden_layers=6)))
