@@ -30,12 +30,8 @@ STRETCHED = RopeScaling(4.0, original_max_position_embeddings=16)
 # Each in the layout and dtype in which it is read and written.
 MODELS = [
     (LLAMA, "tp=2 sequence_parallel dtype=float32"),
-    (TIED, "pp=3 dp=2 dtype=bfloat16"),
-    (LLAMA.override(qkv_bias=True), "pp=2 cp=2 cp_engine=ulysses dtype=float32"),
     (TIED.override(qkv_bias=True), "tp=2 dp=2 sharding=parameters dtype=float32"),
     (LLAMA.override(no_rope_layers=(1, 0, 0)), "pp=3 dtype=bfloat16"),
-    (TIED.override(no_rope_layers=(0, 1, 1)), "cp=2 dtype=float32"),
-    (LLAMA.override(post_norm=True), "pp=2 tp=2 sharding=layerwise dtype=float32"),
     (
         TIED.override(post_norm=True, num_hidden_layers=4),
         "pp=2 pp_engine=zb_v pp_chunks=2 dtype=bfloat16",
