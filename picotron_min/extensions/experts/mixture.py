@@ -161,11 +161,6 @@ def _tiny(c: Mixture, layout: Layout, num_layers: int) -> dict[str, object]:
     }
 
 
-def _read_glm4_moe(hf: dict) -> dict:
-    dense = [i for i in range(hf["num_hidden_layers"]) if i < hf["first_k_dense_replace"]]
-    return {"scoring_func": "sigmoid", "mlp_only_layers": dense}
-
-
 EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 SIGMOID = ("n_shared_experts", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor")
 MATRICES = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
@@ -181,7 +176,10 @@ GLM4_MOE = {
     "fixed": {"attention_bias": False, "use_qk_norm": False},
     "fields": (*EXPERTS, *SIGMOID, "num_nextn_predict_layers"),
     "renamed": (("num_local_experts", "n_routed_experts"),),
-    "read": _read_glm4_moe,
+    "read": lambda hf: {
+        "scoring_func": "sigmoid",
+        "mlp_only_layers": [*range(hf["first_k_dense_replace"])],
+    },
     "write": lambda c: {"first_k_dense_replace": len(c.mlp_only_layers)},
 }
 
