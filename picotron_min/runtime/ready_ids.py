@@ -13,8 +13,7 @@ import numpy as np
 from picotron_min.runtime.wording import explained
 
 PART = 2**24  # ids that are looked at together: a file may be larger than memory
-# Tools that write a header before the ids: its bytes, and how it begins.
-HEADERS = [("llm.c", 1024, np.int32(version).tobytes()) for version in (20240520, 20240801)]
+LLM_C = (20240520, 20240801)  # versions of its files, with which their header begins
 
 
 def open_ids(name: str, vocab_size: int, end_of_text: int) -> tuple[np.ndarray, np.ndarray, str]:
@@ -61,11 +60,9 @@ def _check_start(name: str, is_numpy: bool) -> None:
     if start.startswith(b"\x93NUMPY") != is_numpy:
         begins, other = ("does not begin", ".bin") if is_numpy else ("begins", ".npy")
         raise ValueError(f"it {begins} as numpy's files: if it holds ids, rename it to {other}")
-    for tool, size, mark in HEADERS:
-        if start.startswith(mark):
-            cut = f"tail -c +{size + 1} {shlex.quote(name)} > ids.bin"
-            begins = f"it begins with {size:,} bytes that {tool} puts before ids"
-            raise ValueError(f"{begins}: run  {cut}")
+    if int.from_bytes(start[:4], "little") in LLM_C:
+        cut = f"tail -c +1025 {shlex.quote(name)} > ids.bin"
+        raise ValueError(f"it begins with 1,024 bytes that llm.c puts before ids: run  {cut}")
 
 
 def _conversion(name: str, found: str | None, dtype: str) -> str:
