@@ -195,11 +195,10 @@ def _expert_problems(config: Config, c: ModelConfig) -> Iterator[str]:
         yield from _uneven("ep_size", d.ep_size, {f"num_local_experts={X}": X}, ranks)
         yield from _uneven("etp_size", d.etp_size, {f"moe_intermediate_size={F}": F}, ranks)
         return
-    given = {"ep_size": d.ep_size, "etp_size": d.etp_size} | config.model.overrides
-    given["fp8_experts"] = config.model.fp8_experts
+    given = dict(d) | dict(config.model)
     idle = OF_EXPERTS | {"ep_size": 1, "etp_size": 1, "mlp_only_layers": [], "fp8_experts": False}
     idle["moe_intermediate_size"] = F  # a shape that is written whole has it
-    if others := [f"{k}={shown(v)}" for k, v in given.items() if k in idle and v != idle[k]]:
+    if others := [f"{k}={shown(given[k])}" for k, v in idle.items() if given[k] not in (None, v)]:
         why = f"model.name={config.model.name} has no experts, but {', '.join(others)}"
         yield f"{why}: set num_local_experts, or leave the rest out"
 
