@@ -5,7 +5,7 @@ from pathlib import Path
 from picotron_min.runtime.wording import explained
 
 
-def fetch(name: str, *files: str) -> Path:
+def fetch(name: str, *files: str, remedy: str = "check the spelling, network and access") -> Path:
     """A file or folder on this machine, else the folder with these files of a model on the hub.
 
     ValueError if it is neither on the hub nor cached. The hub is asked once, and waited for as long
@@ -17,7 +17,7 @@ def fetch(name: str, *files: str) -> Path:
     from huggingface_hub import constants, model_info, snapshot_download, try_to_load_from_cache
 
     problem = f"{name} is not a folder here, and cannot be fetched from the hub"
-    with explained(problem, "check the spelling, network and access"):
+    with explained(problem, remedy):
         try:
             model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)  # downloads have no such limit
         except Exception:

@@ -48,9 +48,9 @@ def find_weights(name: str, model_config: ModelConfig, given: set[str]) -> Path:
             f"model.weights={name} is no folder with config.json and .safetensors files: "
             "name the hf folder of a run, or save the model with transformers' save_pretrained"
         )
-    found = {key: tensor for key, (_, tensor) in _open_tensors(folder).items()}
-    for layer in layers_left_out(folder, model_config):
-        found = {k: tensor for k, tensor in found.items() if f"model.layers.{layer}." not in k}
+    left_out = tuple(f"model.layers.{layer}." for layer in layers_left_out(folder, model_config))
+    tensors = _open_tensors(folder).items()
+    found = {key: tensor for key, (_, tensor) in tensors if not key.startswith(left_out)}
     shapes, repeats = all_shapes(model_config), model_config.tie_word_embeddings and HEAD in found
     shapes |= {HEAD: shapes[EMBEDDING]} if repeats else {}
     of_files = {name: _form(tensor) for name, tensor in found.items()}

@@ -39,9 +39,9 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer
 
-        folder = fetch(name, *FILES)
-        remedy = "check the files of this folder, or set dataset.tokenizer to bytes"
-        with explained(f"cannot load tokenizer {name!r}", remedy):
+        remedy = "check {}, or set dataset.tokenizer to bytes"
+        folder = fetch(name, *FILES, remedy=remedy.format("spelling and network"))
+        with explained(f"cannot load tokenizer {name!r}", remedy.format("this folder's files")):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if tokenizer.eos_token_id is None:
             raise ValueError(

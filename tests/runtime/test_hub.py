@@ -18,7 +18,7 @@ def test_without_a_network_the_hub_is_asked_once_and_what_is_cached_is_used(
     changes = {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path), "ENDPOINT": endpoint}
     for name, value in (changes | {"HF_HUB_ETAG_TIMEOUT": 0.2}).items():
         monkeypatch.setattr(constants, name, value)
-    only_remedy = r"^owner/words is not a folder here, .*: check the spelling, network and access$"
+    only_remedy = r"^owner/words is not a folder here, .*: check spelling and network, or set data"
     with pytest.raises(ValueError, match=only_remedy):
         load_tokenizer("owner/words")
     of_model, commit = tmp_path / "models--owner--words", 40 * "a"
