@@ -99,7 +99,7 @@ own_sum: Each slice divides by its own sum of exponentials: softmax is over the 
 - sums, target_logits = vocabulary.total(torch.stack([exponentials.sum(-1), at_target * is_here]))
 + sums, target_logits = exponentials.sum(-1), vocabulary.total(at_target * is_here)
 no_maximum: No maximum is subtracted: exp() overflows for large logits, and inf / inf is NaN.
-    vocabulary.maximum(wide(logits.amax(-1))) => wide(logits.amax(-1)) * 0
+    vocabulary.maximum(wide(logits.amax(-1))) => 0 * wide(logits.amax(-1))
 own_ids: Targets are used as ids within the slice, which begins at `first`.
     ids = targets - vocabulary.first => ids = targets
 ignored_in_gradient: A target that is to be ignored has a gradient.
