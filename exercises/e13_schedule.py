@@ -22,7 +22,7 @@ from exercises.exercise import Case, Dice
 
 def cases(dice: Dice) -> list[Case]:
     # Fewer micro-batches than ranks, as many, and more.
-    sizes = [(p, m) for p in (4, 1, 2, 3, 6) for m in (8, 1, 2, 3, 4, 5, 12, dice.randint(13, 20))]
+    sizes = [(p, m) for p in (4, 1, 2, 3, 6) for m in (8, 1, 3, 5, dice.randint(9, 16))]
     return [Case(1, stages=p, micro_batches=m) for p, m in sizes]
 
 
@@ -32,7 +32,7 @@ def on_rank(rank, case: Case) -> dict:
     plans = [rank.course.pipeline_schedule.one_f_one_b(r, p, m) for r in range(p)]
     results = {"plans": [[str(action) for action in plan] for plan in plans]}
     timeline = simulator.simulate(plans)  # which refuses plans that cannot run to their end
-    results |= {"time": timeline.makespan, "drawing": rank.course.draw.draw(timeline)}
+    results["drawing"] = rank.course.draw.draw(timeline)
     results["bubble of each rank"] = [timeline.bubble(r) for r in range(p)]
     return results | {"most micro-batches alive": [*map(simulator.peak_live, plans)]}
 
@@ -42,7 +42,7 @@ def expected(case: Case) -> list[dict]:
     p, m = case.stages, case.micro_batches
     results = {"bubble of each rank": [(p - 1) / (m + p - 1)] * p}
     results["most micro-batches alive"] = [min(m, p - rank) for rank in range(p)]
-    return [results | {"time": 3.0 * (m + p - 1)}]  # F takes 1 and B takes 2
+    return [results]
 
 
 MISTAKES = """

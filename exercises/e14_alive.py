@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from exercises.exercise import Case, Dice, draw
 from picotron_min.extensions.schedules.registry import SCHEDULES
 
-B, S, E, V = 2, 3, 4, 11
+B, S, E = 2, 3, 5
 
 
 def cases(dice: Dice) -> list[Case]:
@@ -47,38 +47,33 @@ def cases(dice: Dice) -> list[Case]:
     ]
 
 
-def weights_of(case: Case, stage: int, last: int) -> list[Tensor]:
-    """Of a stage: its matrix, the embedding of the first one, the head of the last one."""
-    shapes = [(E, E), *([(V, E)] if stage in (0, last) else [])]
-    weights = [draw(case, "weight", stage, i, shape=shape) for i, shape in enumerate(shapes)]
-    return [w.requires_grad_(case.training) for w in weights]
+def weight_of(case: Case, stage: int) -> Tensor:
+    return draw(case, "weight", stage, shape=(E, E)).requires_grad_(case.training)
 
 
 def batch_of(case: Case, i: int) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """Tokens, targets, positions, and what the model gets beside them."""
-    tokens, targets = (draw(case, "tokens", i, shape=(2, B, S)) * 1000).long() % V
+    tokens, targets = (draw(case, "tokens", i, shape=(2, B, S)) * 1000).long() % E
     targets[0, : i % S] = -100  # another number of targets in each micro-batch
     return tokens, targets, torch.arange(S), (draw(case, "extra", i, shape=(S, 1)),)
 
 
-def forward(weights: list[Tensor], x: Tensor, positions: Tensor, targets, extra: Tensor) -> Tensor:
-    x = x if x.is_floating_point() else F.embedding(x, weights[1])
-    x = (x @ weights[0] + positions[:, None] / 10 + extra).tanh()
-    if targets is None:
-        return x
-    return F.cross_entropy((x @ weights[1].T).flatten(0, 1), targets.flatten(), reduction="sum")
+def forward(weight: Tensor, x: Tensor, positions: Tensor, targets, extra: Tensor) -> Tensor:
+    x = x if x.is_floating_point() else F.one_hot(x, E).double()
+    x = (x @ weight + positions[:, None] / 10 + extra).tanh()
+    return x if targets is None else F.cross_entropy(x.mT, targets, reduction="sum")
 
 
 class PartOfModel(nn.Module):
     """Notes how many of its outputs are alive, at most, when a forward begins."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weights, self.outputs, self.most_alive = nn.ParameterList(weights), [], 0
+        self.weight, self.outputs, self.most_alive = nn.Parameter(weight), [], 0
 
     def forward(self, x: Tensor, positions: Tensor, targets, *extra: Tensor) -> Tensor:
         self.most_alive = max(self.most_alive, sum(one() is not None for one in self.outputs))
-        out = forward(list(self.weights), x, positions, targets, *extra)
+        out = forward(self.weight, x, positions, targets, *extra)
         self.outputs.append(weakref.ref(out))
         return out
 
@@ -89,17 +84,15 @@ def on_rank(rank, case: Case) -> dict:
     schedule = course.registry.SCHEDULES[case.engine]
     # Parts of a tiny model.
     for stage in parallel.my_stages([1] * (p * v), schedule, axis):
-        mine = weights_of(case, stage.layers.start, p * v - 1)
-        chunks.append(parallel.Chunk(stage, PartOfModel(mine)))
+        chunks.append(parallel.Chunk(stage, PartOfModel(weight_of(case, stage.layers.start))))
     empty = partial(torch.empty, B, S, E, dtype=torch.float64)
     pipeline = parallel.Pipeline(chunks, axis, torch.device("cpu"), empty)
     build = course.pipeline_messages.build_plans
     plan = build(schedule, p, case.micro_batches, v, training=case.training)[rank.number]
     with torch.set_grad_enabled(case.training):
         totals = pipeline.run(plan, lambda i: course.data.Batch(*batch_of(case, i)), nullcontext)
-    weights = [w for chunk in chunks for w in chunk.model.weights]
     results = {"[loss, number of targets]": totals.detach()}
-    results["gradients"] = [w.grad for w in weights if w.grad is not None]
+    results["gradients"] = [chunk.model.weight.grad for chunk in chunks]
     results["the totals have a graph"] = totals.requires_grad
     results["outputs alive"] = max(chunk.model.most_alive for chunk in chunks)
     return results | {"left in self.live": len(pipeline.live)}
@@ -107,7 +100,7 @@ def on_rank(rank, case: Case) -> dict:
 
 def expected(case: Case) -> list[dict]:
     last, place = case.ranks * case.chunks - 1, SCHEDULES[case.engine].place
-    weights = [weights_of(case, stage, last) for stage in range(last + 1)]
+    weights = [weight_of(case, stage) for stage in range(last + 1)]
     total, number, results = torch.zeros((), dtype=torch.float64), 0, []
     # All stages one after the other, in one process.
     for i in range(case.micro_batches):
@@ -120,7 +113,7 @@ def expected(case: Case) -> list[dict]:
     totals = torch.tensor([total.item(), number], dtype=torch.float64)
     for rank in range(case.ranks):
         stages = [stage for stage in range(last + 1) if place(stage, case.ranks)[0] == rank]
-        gradients = [w.grad for stage in stages for w in weights[stage] if w.grad is not None]
+        gradients = [weights[stage].grad for stage in stages]
         mine = {"[loss, number of targets]": totals * (last in stages), "gradients": gradients}
         results.append(mine | {"the totals have a graph": False, "left in self.live": 0})
     return results

@@ -28,11 +28,13 @@ from exercises.exercise import Case, Dice, draw
 SHAPES = {"lm_head.weight": (3, 4), "k_norm.weight": (2,), "norm.weight": (4,)}
 FROZEN = "k_norm.weight"
 BUFFER = "mlp.gate.e_score_correction_bias"
+# What optimizers keep of a parameter. Adagrad, as Muon, has it from the beginning.
+KEPT = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adagrad": ("sum",), "SGD": ()}
 
 
 def cases(dice: Dice) -> list[Case]:
-    steps, names = dice.randint(2, 4), ("adamw", "momentum", "sgd")  # the second stands for Muon
-    return [Case(1, optimizer=name, steps=n) for name in names for n in (0, steps)]
+    steps = dice.randint(2, 4)
+    return [Case(1, optimizer=name, steps=n) for name in KEPT for n in (0, steps)]
 
 
 class Training:
@@ -43,17 +45,11 @@ class Training:
         self.case = case
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
         self.buffers = {BUFFER: draw(case, start, BUFFER, shape=(5,))}
-        kind = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
         # In another order than the names: the norms first, as with weight decay for matrices alone.
         matrix, frozen, norm = self.parameters.values()
         frozen.requires_grad_(False)
         groups = [{"params": [norm]}, {"params": [matrix]}]
-        self.optimizer = kind(groups, lr=0.1)
-        if case.optimizer == "momentum":  # as Muon's, it is there from the beginning
-            for group in self.optimizer.param_groups:
-                group["momentum"] = 0.9
-                for parameter in group["params"]:
-                    self.optimizer.state[parameter]["momentum_buffer"] = parameter.detach() * 0
+        self.optimizer = getattr(torch.optim, case.optimizer)(groups, lr=0.1)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
@@ -89,12 +85,11 @@ def on_rank(rank, case: Case) -> dict:
 def expected(case: Case) -> list[dict]:
     run = Training(case, "a run")
     run.train(0, case.steps + 2)  # without a break
-    kept = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
     shapes = {name: list(shape) for name, shape in SHAPES.items()}
     learned = {name: shape for name, shape in shapes.items() if name != FROZEN}
     states = {
         f"optimizer.{key}.{name}": shape
-        for key in kept[case.optimizer]
+        for key in KEPT[case.optimizer]
         for name, shape in learned.items()
     }
     right = {"shapes": shapes | {BUFFER: [5]} | states}
