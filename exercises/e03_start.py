@@ -94,11 +94,4 @@ seed_plus_index: The seed depends on the place among this rank's parameters: a p
 new_memory: Parameters get new tensors, and are not filled in place: whatever holds the old ones,
     such as a buffer or an optimizer, keeps what was there.
     parameter.data.copy_(whole[mine]) => parameter.data = whole[mine].clone()
-one_generator: All names share one generator: what is drawn for a layer depends on what was drawn
-    before it, so a pipeline stage starts with other weights.
-    shapes = model => generator = torch.Generator().manual_seed(seed); shapes = model
-- whole = initial_weight(name, shapes[name], seed, std)
-+ whole = torch.ones(shapes[name])
-+ if whole.ndim == 2:
-+     whole.normal_(std=std, generator=generator)
 """

@@ -73,12 +73,6 @@ n_hops: There are n hops, one more than needed: the last one brings your own ten
 sources_below_0: Before rank 0 comes the last one, not rank -1: take sources modulo axis.size.
     (axis.rank - hop) % axis.size => axis.rank - hop
     yield axis.next, => yield axis.rank - axis.size + 1,
-all_first: All hops are done before the first tensor is yielded: n exist on each rank, and nothing
-    travels while the rank computes.
-    range(axis.size - 1): => []:
-- yield axis.next, tensor
-+ kept = [tensor, *(tensor := Shift(tensor, axis).wait() for _ in range(axis.size - 1))]
-+ yield from (((axis.rank - hop) % axis.size, one) for hop, one in enumerate(kept))
 not_awaited: A tensor is yielded before it has arrived: its buffer holds anything.
     tensor = shift.wait() => tensor = shift.arriving
 own_passed_on: Every hop sends this rank's own tensor again: what has arrived must be passed on.

@@ -86,9 +86,4 @@ float32_buffer: The buffer is in float32, and what each parameter gets is a copy
     another dtype: the sum over the ranks never reaches it.
     new_zeros(sum(sizes)) => new_zeros(sum(sizes), dtype=torch.float32)
     view.view_as(parameter) => view.view_as(parameter).to(parameter.dtype)
-rows_counted: A part begins after the rows of the parameters before, not after their numbers: parts
-    overlap.
-- views = self.gradients.split(sizes)
-+ begins = [sum(map(len, list(parameters.values())[:i])) for i in range(len(sizes))]
-+ views = [self.gradients[i : i + n] for i, n in zip(begins, sizes, strict=True)]
 """

@@ -50,12 +50,4 @@ meanwhile_first: `meanwhile` is called before the sum is started: the ranks belo
     y, work = self => meanwhile(); y, work = self
 never_awaited: The result is used without a wait: the sum may not have arrived.
     work.wait() =>
-each_product_summed: Each product is summed over the ranks by itself: added up before, they need
-    one message.
-- y, work = self.start_sum(add_products(xs, products))
-- meanwhile()
-- work.wait()
-+ begun = [self.start_sum(product(x)) for x, product in zip(xs, products)]
-+ meanwhile()
-+ y = sum([y for y, work in begun if work.wait() or True])
 """

@@ -53,9 +53,4 @@ own_maximum: `maximum` returns this rank's own value: all need the largest of al
 one_after_the_other: What is gathered lies rank by rank, and is taken for sequences: with several in
     a batch they are mixed.
     x, self.axis, dim=1) => x, self.axis, dim=0).view(len(x), -1, x.shape[-1])
-own_part_first: This rank's part is taken first, and then summed: what is added up are the parts
-    of other rows.
-- return collectives.start_reduce_scatter(y, self.axis, dim=1)
-+ part = y.chunk(self.axis.size, 1)[self.axis.rank].contiguous()
-+ return part, collectives.start_all_reduce(part, self.axis)
 """

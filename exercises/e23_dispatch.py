@@ -140,10 +140,4 @@ awaited_before_meanwhile: meanwhile() is called after the rows have arrived: it 
 weighted_twice: Results are weighted on return: run has weighted them already.
     rows_each) => rows_each); own = pairs.sort(weights)[:, None]
     add_chunks(out, lengths, self.etp) => own * add_chunks(out, lengths, self.etp)
-dropped_travel: Dropped pairs travel, with weight 0, to an expert that they have not chosen: what is
-    dropped must not be sent.
-- counts = count(experts, self.num_experts)[:-1].view(shape)
-+ dropped = experts == self.num_experts
-+ weights, experts = weights.masked_fill(dropped, 0), experts.masked_fill(dropped, 0)
-+ counts = count(experts, self.num_experts)[:-1].view(shape)
 """
