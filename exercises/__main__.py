@@ -15,7 +15,7 @@ from pathlib import Path
 from exercises import exercise as catalogue
 from exercises import progress
 from exercises.design import design
-from exercises.exercise import FOLDER, GATES, ROOT, WIDTH, Exercise, Verdict
+from exercises.exercise import FOLDER, GATES, ROOT, Exercise, Verdict
 from exercises.grade import grade
 from exercises.handout import handout
 from exercises.hunts import hunt
@@ -23,6 +23,7 @@ from exercises.sandbox import Sandbox
 from exercises.source import NOT_WRITTEN, parse, reading, starter
 from exercises.training import compare
 
+WIDTH = 100  # columns of what is printed
 TASKS = "4, or 4=20 for 20 points; default: all, 10 points each"
 OPTIONS = {
     "number": {"type": int, "help": "of the exercise, hunt or design"},
@@ -117,15 +118,15 @@ def show(exercise: Exercise, verdict: Verdict) -> str:
     for gate, problem in verdict.gates.items():
         result = "passed" if not problem else problem if problem == "not checked" else "failed"
         lines.append(f"  {gate} {GATES[gate]:8}{result}")
-        if result == "failed":
-            lines += [" " * 6 + line for line in textwrap.wrap(problem, WIDTH - 6)]
-    if verdict.printed:
-        lines += ["", "printed:", verdict.printed.rstrip()]
+        lines += [" " * 6 + problem] if result == "failed" else []
+    lines += ["", "printed:", verdict.printed.rstrip()] if verdict.printed else []
     lines += ["", verdict.picture, ""] if verdict.picture else [""]
-    message = ("Passed. Remember: " if verdict.passed else "") + verdict.message
-    for line in message.splitlines():
-        lines += textwrap.wrap(line, WIDTH, subsequent_indent=" " * 8 * line.startswith(" "))
-    return "\n".join(lines)
+    lines.append(("Passed. Remember: " if verdict.passed else "") + verdict.message)
+    return "\n".join(map(wrapped, "\n".join(lines).splitlines()))
+
+
+def wrapped(line: str) -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * 8 * line.startswith(" "))
 
 
 def hint(number: int) -> None:

@@ -27,7 +27,6 @@ GATES = {"V": "value", "B": "bytes", "M": "memory", "O": "order"}
 GATE_OF = {"expected": "V", "traffic": "B", "memory": "M", "order": "O", "ORDER": "O"}
 FUNCTIONS = {"cases", "on_rank", *GATE_OF, "ORDER"}
 Dice = random.Random
-WIDTH = 100  # columns of what is printed
 
 
 class Case(SimpleNamespace):

@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from textwrap import wrap
 
 from exercises.compare import shown
-from exercises.exercise import WIDTH, Case
+from exercises.exercise import Case
 from exercises.ranks import Record
 
 ABOUT = "(send0: the first send begins; send0): it is awaited; other words: marks of the exercise"
@@ -23,7 +22,6 @@ def picture(runs: list[tuple[Case, list[Record]]]) -> str:
     elif not lines:  # a drawing
         lines = [f"{name}: {shown(value)[0]}" for name, value in values.items()]
     lines = [line for text in (str(case), *lines) for line in text.splitlines()]
-    lines = [part for line in lines for part in wrap(line, WIDTH, subsequent_indent=" " * 8)]
     return "\n".join(lines if len(lines) <= MOST_LINES else [*lines[:MOST_LINES], "..."])
 
 
@@ -31,8 +29,8 @@ def by_rank(texts: Iterable[str]) -> list[str]:
     """A line for each rank, or one for all if they do the same."""
     first, *others = texts = list(texts)
     if all(text == first for text in others):
-        return [f"each rank  {first}"]
-    return [f"rank {rank}  {text}" for rank, text in enumerate(texts)]
+        return [f"  each rank  {first}"]
+    return [f"  rank {rank}  {text}" for rank, text in enumerate(texts)]
 
 
 def timeline(record: Record) -> str:
