@@ -90,7 +90,7 @@ def _run_one(
 
 def train_layout(notes: Notes, trial: Trial, text: Text) -> None:
     """One rank of the layout: train_step, unchanged, with taps."""
-    run = _build(trial, text)
+    run = build(trial, text)
     model, parameters, axes = run.model, run.model.parameters, run.model.axes
     notes.note("initial weight", parameters)
     shapes = trial.model_config.parameter_shapes()
@@ -125,7 +125,8 @@ def train_layout(notes: Notes, trial: Trial, text: Text) -> None:
         notes.note_weights(parameters, models)
 
 
-def _build(trial: Trial, text: Text) -> train.Run:
+def build(trial: Trial, text: Text) -> train.Run:
+    """A rank's part of a run, with initial weights."""
     # So that a tiny model, too, has several buckets and several stripes.
     layout.STRIPE_ROWS["cpu"] = STRIPE_ROWS
     buckets = partial(data_parallel.GradientBuckets, bucket_bytes=BUCKET_BYTES)

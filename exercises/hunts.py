@@ -9,17 +9,23 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exercises import progress
 from exercises.exercise import ROOT, Case
 from exercises.hunt_sheets import SHEETS
 
+if TYPE_CHECKING:
+    from picotron_min.runtime.config import Config
+
 STEPS = 20
 AXES = "dp", "pp", "cp", "tp"
 RUN = {"dp": 1, "pp": 1, "cp": 1, "tp": 1, "micro_batches": 1, "optimizer": "sgd"}
 RUN |= {"lr": 0.5, "grad_clip": 0.0}
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 29}
 
 
 class Hunt(NamedTuple):
@@ -72,20 +78,33 @@ def parse_run(text: str) -> dict[str, Any]:
     return run
 
 
-def measure(hunt: Hunt, text: str, steps: int = STEPS) -> Symptoms:
-    """Train a tiny model with a hunt's change."""
+def config_of(run: dict[str, Any]) -> "Config":
+    """Of a step with 4 sequences, in any layout."""
+    from picotron_min.runtime.config_file import parse_config
+
+    sizes = {f"{axis}_size": run[axis] for axis in AXES} | {"use_cpu": True}
+    recipe = {"optimizer": run["optimizer"], "learning_rate": run["lr"], "weight_decay": 0.0}
+    recipe |= {"grad_clip": run["grad_clip"] or None, "seq_length": 16}
+    recipe |= {"gradient_accumulation_steps": run["micro_batches"]}
+    recipe |= {"micro_batch_size": 4 // (run["dp"] * run["micro_batches"])}
+    return parse_config({"distributed": sizes, "training": recipe})
+
+
+def measure(hunt: Hunt, runs: tuple[str, ...], steps: int = STEPS) -> Iterator[Symptoms]:
+    """Train a tiny model with a hunt's change, on simulated ranks, in each of some layouts."""
     from exercises.loading import Course
     from exercises.ranks import run_case
     from exercises.simulated_dist import simulated
 
-    run = parse_run(text)
-    case = Case(math.prod(run[axis] for axis in AXES), steps=steps, run=run)
     with simulated(), _changed(hunt):
-        records = run_case(Course(), case, _train, Path("none"))
-    first, apart = {}, 0.0  # between parts with the same name and place in the whole
-    for key, weight in (item for record in records for item in record.values["weights"].items()):
-        apart = max(apart, (first.setdefault(key, weight) - weight).abs().max().item())
-    return Symptoms(*(records[0].values[name] for name in ("losses", "norm", "sent")), apart)
+        for run in map(parse_run, runs):
+            case = Case(math.prod(run[axis] for axis in AXES), config=config_of(run), steps=steps)
+            records = run_case(Course(), case, _train, Path("none"))
+            first, apart = {}, 0.0  # between parts with the same name and place in the whole
+            for key, weight in (item for r in records for item in r.values["weights"].items()):
+                apart = max(apart, (first.setdefault(key, weight) - weight).abs().max().item())
+            found = records[0].values
+            yield Symptoms(found["losses"], found["norm"], found["sent"], apart)
 
 
 @contextlib.contextmanager
@@ -99,13 +118,17 @@ def _changed(hunt: Hunt) -> Iterator[None]:
 
 
 def _train(rank, case: Case) -> dict[str, Any]:
-    from exercises.tiny import tiny_run
+    import numpy as np
 
-    given = case.run
-    layout = {axis: given[axis] for axis in AXES}
-    recipe = {"optimizer": given["optimizer"], "learning_rate": given["lr"]}
-    recipe |= {"num_micro_batches": given["micro_batches"], "grad_clip": given["grad_clip"]}
-    run = tiny_run(rank, rank.course.settings.Layout(**layout), **recipe)
+    from difference.runs import build
+    from difference.tiny import Text, Trial
+
+    settings, of, exact = rank.course.settings, case.config, {"dtype": "float64"}
+    # In float64, where layouts of a right course differ by rounding alone.
+    work, recipe = replace(of.workload, **exact), replace(of.recipe, **exact, fused=False)
+    text = np.arange(4000) ** 2 % SHAPE["vocab_size"]  # which can be learned
+    trial = Trial(settings.ModelConfig(**SHAPE), of.layout, work, recipe, 0, case.steps, 30.0)
+    run = build(trial, Text(text, np.array([len(text)])))
     model, ranks, step = run.model, run.model.axes.ranks, rank.course.train.train_step
     for axis in model.axes:
         axis.ledger.take_bytes()
@@ -145,16 +168,11 @@ def hunt(number: int, run: str | None, difference: str | None, answer: str | Non
 def first_wrong(hunt: Hunt, text: str) -> int:
     """What `python -m difference` says of a layout with a hunt's change; its exit code."""
     run = parse_run(text)
-    sizes = {f"{axis}_size": run[axis] for axis in AXES} | {"use_cpu": True}
-    recipe = {"optimizer": run["optimizer"], "grad_clip": run["grad_clip"] or None}
-    recipe["gradient_accumulation_steps"] = run["micro_batches"]
     with _changed(hunt):
         from difference.report import run as compare
         from difference.tiny import trial_of
-        from picotron_min.runtime.config_file import parse_config
 
-        config = parse_config({"distributed": sizes, "training": recipe})
-        return compare(trial_of(config, steps=2, own_sizes=False))
+        return compare(trial_of(config_of(run), steps=2, own_sizes=False))
 
 
 def _take_answer(number: int, hunt: Hunt, answer: str) -> int:
@@ -174,8 +192,7 @@ def table(hunt: Hunt, runs: tuple[str, ...]) -> Iterator[str]:
     width, shown = max(map(len, runs)), (1, 2, STEPS)
     head = "  ".join(f"{f'loss {step}':>9}" for step in shown)
     yield f"{'run':{width}}  {head}  grad_norm 1  ranks differ  bytes rank 0 sends in step 1"
-    for text in runs:
-        found = measure(hunt, text)
+    for text, found in zip(runs, measure(hunt, runs), strict=True):
         losses = "  ".join(f"{found.losses[step - 1]:9.6f}" for step in shown)
         sent = ", ".join(f"{axis} {size}" for axis, size in found.sent.items()) or "none"
         yield f"{text:{width}}  {losses}  {found.norm:11.6f}  {found.apart:12.2g}  {sent}"

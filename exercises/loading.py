@@ -70,8 +70,9 @@ def fresh_modules() -> Iterator[None]:
 
 
 def _take_modules() -> dict[str, ModuleType]:
-    # train.py holds functions of the course, so it is imported anew, too.
-    names = [n for n in sys.modules if n.partition(".")[0] in ("picotron_min", "train")]
+    # What else holds functions of the course is imported anew, too.
+    course = "picotron_min", "train", "difference"
+    names = [n for n in sys.modules if n.partition(".")[0] in course]
     return {name: sys.modules.pop(name) for name in names}
 
 
