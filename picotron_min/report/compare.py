@@ -19,7 +19,9 @@ VALIDATION -= {"training.seed", "dataset.packing"}  # these only order the train
 def comparison(runs: Sequence[Run]) -> str:
     """The page about several folders."""
     values = [_results(run) | _settings(run) for run in runs]
-    columns = [name for name in values[0] if _is_shown(name, {of_run[name] for of_run in values})]
+    different = {name: {of_run[name] for of_run in values} for name in values[0]}
+    # Of the results whatever is known, of the keys those in which runs differ.
+    columns = [n for n, of in different.items() if of != {None} and (n not in KEYS or len(of) > 1)]
     notes = [note for run in runs for note in run.notes]
     keys = [key for key in columns if key in VALIDATION]
     if keys and "val_loss" in columns:
@@ -30,11 +32,6 @@ def comparison(runs: Sequence[Run]) -> str:
     columns = ["run", "folder", *columns]
     page = {"losses": losses_of(runs), "columns": columns, "rows": rows}
     return render("comparison.html", notes=notes, **page)
-
-
-def _is_shown(name: str, different: set) -> bool:
-    """Of the results whatever is known, of the keys those in which runs differ."""
-    return len(different) > 1 or (name not in KEYS and different != {None})
 
 
 def _results(run: Run) -> dict[str, float | None]:

@@ -129,9 +129,8 @@ def schedule(run: Run) -> Iterator[Picture]:
 
 
 def bubbles(run: Run) -> Iterator[Row]:
-    """Shares of a rank's time in which it waits; then the milliseconds in which it computes."""
+    """Shares of a rank's time in which it waits."""
     measured = run.trace.measured
     planned = plan_of_trace(measured, run.trace.engine)
     for rank in range(measured.num_ranks):
-        waits = measured.bubble(rank)
-        yield rank, planned.bubble(rank), waits, (1 - waits) * measured.makespan / 1e3
+        yield rank, planned.bubble(rank), measured.bubble(rank)
