@@ -4,6 +4,7 @@ The words between the numbers are in one_run.html, which has the same order.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from picotron_min.costs import model_flops_per_token
 from picotron_min.extensions.schedules.registry import plan_on_paper
@@ -21,7 +22,7 @@ from picotron_min.runtime.wording import counted, duration, shown
 
 def report(run: Run) -> str:
     """The page about one folder."""
-    parts = header, mfu, curves, sample, memory, sent_by_axis, schedule, bubbles
+    parts = header, mfu, curves, drafted, sample, memory, sent_by_axis, schedule, bubbles
     named = {part.__name__: part for part in parts}
     columns_of_memory = [name.replace("_", " ") for name in RankMemory._fields]
     values = {"run": run, "notes": run.notes, "columns_of_memory": columns_of_memory}
@@ -60,6 +61,19 @@ def mfu(run: Run) -> Iterator[Row]:
     for name, flops_per_token in definitions.items():
         flops = run.config and flops_per_token(run.model, run.config.training.seq_length)
         yield name, run.mean_over_time(name), flops
+
+
+def drafted(run: Run) -> tuple[float, float]:
+    """Tokens that a step of speculative decoding writes, at least and at most.
+
+    These are the next token, and drafts up to the first wrong one: 1 + the sum over k of
+    P(the first k are right). Recorded is the share p_j of right drafts of each depth alone, so that
+    1 - the sum of (1 - p_j) <= P(the first k are right) <= the smallest p_j, with j from 1 to k.
+    """
+    measures = sorted(run.steps[-1].measures.items())
+    shares = [p or 0.0 for name, p in measures if name.endswith("_acceptance")]
+    least = (max(0.0, 1 + lost) for lost in accumulate(p - 1 for p in shares))
+    return 1 + sum(least), 1 + sum(accumulate(shares, min))
 
 
 # What the table of steps shows of each.
