@@ -13,7 +13,7 @@ import torch
 import difference
 from difference.__main__ import main
 from difference.taps import Notes
-from difference.tiny import kind_of_layer, tiny_model, trial_of
+from difference.tiny import tiny_model
 from picotron_min.extensions.settings import Layout, ModelConfig
 from tests.assembled import make_config
 from tests.difference.changed import answer, functions_in
@@ -22,12 +22,13 @@ TIED = {"tie_word_embeddings": True}
 BALANCED = {"num_local_experts": 4, "moe_aux_loss_coeff": 0.1}
 FURTHER = {"num_nextn_predict_layers": 2, "document_mask": True}
 EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "moe_router_bias_update_rate": 0.1}
+GROUPS = {"num_local_experts": 8, "n_group": 4, "topk_group": 2}
 SHARDED = {"micro_batches": 2, "sharding": "parameters", "optimizer": "adamw"}
 # With the number of steps: AdamW in the second step has moments.
 RIGHT = {
     "zb_v": (1, {"pp": 2, "micro_batches": 2, "engine": "zb_v", "chunks": 2, "model": TIED}),
     "ring, recompute": (1, {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}),
-    "sharded experts": (2, {"dp": 2, "tp": 2, "ep": 2, "etp": 2, **SHARDED, **EXPERTS}),
+    "sharded experts": (2, {"dp": 2, "tp": 2, "ep": 2, "etp": 2, **SHARDED, **EXPERTS, **GROUPS}),
     "further tokens, balanced": (1, {"pp": 2, "cp": 2, "model": FURTHER, **BALANCED}),
 }
 
@@ -139,8 +140,7 @@ def test_a_config_is_refused_and_ctrl_c_ends_a_run_without_a_traceback(tmp_path,
 
 def test_a_kind_of_layer_that_the_tiny_model_lacks_is_refused(monkeypatch):
     mixed = ModelConfig(61, 32, 48, 8, 4, 2, num_local_experts=4, mlp_only_layers=(1, 3))
-    tiny = tiny_model(mixed, Layout(pp=2))  # which has both kinds, or it would be refused
-    assert len({kind_of_layer(tiny, i) for i in range(tiny.num_layers)}) == 2
+    tiny_model(mixed, Layout(pp=2))  # has both kinds, or it would be refused
     of_layer = ModelConfig.mlp_shapes  # as if every eighth layer were of another kind
 
     def with_eighth(model, layer):
@@ -157,12 +157,6 @@ def test_the_tiny_model_has_the_heads_ratio_and_what_cp_does_not_divide(row):
     layout = Layout(cp=cp, cp_engine="ulysses")
     model = tiny_model(ModelConfig(61, 8 * heads, 48, 8, heads, kv), layout)
     assert [model.num_attention_heads, model.num_key_value_heads] == tiny
-
-
-def test_groups_of_experts_are_kept():
-    groups = {"num_local_experts": 8, "scoring_func": "sigmoid", "n_group": 4, "topk_group": 2}
-    trial = trial_of(make_config(dp=2, ep=2, dtype="bfloat16", **groups), 1, own_sizes=False)
-    assert (trial.model_config.num_local_experts, trial.model_config.n_group) == (4, 2)
 
 
 def test_a_course_that_cannot_be_imported_is_reported_in_one_line(tmp_path, monkeypatch, capsys):
