@@ -1,11 +1,6 @@
 """Right versions of some exercises, by number, written in another way than the course's own."""
 
 RIGHT = {
-    2: """
-def _places(self, micro_batch):
-    shape = self.num_micro_batches, self.dp_size, self.micro_batch_size
-    return np.arange(self.global_batch).reshape(shape)[micro_batch, self.dp_rank]
-""",
     4: """
 def __init__(self, tensor, axis, distance=1):
     to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
@@ -32,18 +27,5 @@ def stripe_loss(x, weight, targets, vocabulary=Vocabulary()):
     counts = (targets != IGNORE_INDEX).to(logits.dtype)
     losses = counts * (both[:, 0].log() - both[:, 1])
     return losses, (counts[:, None] * logits.exp() / both[:, :1] - onehot).to(x.dtype)
-""",
-    17: """
-def merge_blocks(out_1, lse_1, out_2, lse_2):
-    share = torch.sigmoid(lse_2 - lse_1)[..., None]
-    return out_1 + share * (out_2 - out_1), lse_1 - torch.nn.functional.logsigmoid(lse_1 - lse_2)
-""",
-    18: """
-def zigzag_positions(rank, size, seq_length):
-    if size == 1:
-        return torch.arange(seq_length)
-    width = seq_length // (2 * size)
-    begins = rank * width, seq_length - (rank + 1) * width
-    return torch.tensor([begin + i for begin in begins for i in range(width)])
 """,
 }

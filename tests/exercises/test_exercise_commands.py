@@ -45,11 +45,10 @@ def test_a_check_is_shown_and_counted(own_folder, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "V value   failed\n      wrong" in out and "O order   not checked" in out
     assert "a sentence" in out and "python -m exercises train 04" in out
-    assert commands.main(["check", "4"]) == 0
+    assert commands.main(["check", "4"]) == commands.main([]) == 0
     out = capsys.readouterr().out
     assert "noise" in out and "a picture" in out and "Passed. Remember: it" in out
-    assert progress.read(4) == {"passed": True, "hints": 0}
-    assert commands.main([]) == 0 and "  solved  04 shift" in capsys.readouterr().out
+    assert "  solved  04 shift" in out
 
 
 def test_without_torch_one_line_names_the_remedy():

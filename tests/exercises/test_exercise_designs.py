@@ -31,9 +31,7 @@ def test_schedules_get_marks_by_their_bubble():
 # What rank 0 does to a right plan, and what is said.
 CHEATS = """
 [*plan, plan[-1]] | is there 2 times
-plan[:-1] | is missing
 [*plan, "W0"] | 'W0' is no action
-[*plan, "F8"] | is missing
 [*plan, "F0.1"] | beyond them
 plan[::-1] | deadlock
 """

@@ -19,8 +19,7 @@ def lines_in(text: str) -> set[str]:
 def test_a_handout_has_no_answers_that_can_be_read(tmp_path):
     tree = tmp_path / "tree"
     assert commands.main(["handout", str(tree)]) == 0
-    exercises = [catalogue.load(number) for number in catalogue.files()]
-    targets = [find(exercise) for exercise in exercises]
+    targets = [find(catalogue.load(number)) for number in catalogue.files()]
     hidden = set().union(*(lines_in(t.text) - lines_in(emptied(t)) for t in targets))
     hidden = {line for line in hidden if not line.startswith(("#", "def ", "class "))}
     paths = [path for path in tree.rglob("*") if path.suffix in (".py", ".md", ".txt")]
@@ -28,15 +27,13 @@ def test_a_handout_has_no_answers_that_can_be_read(tmp_path):
     seen = {path: hidden & lines_in(text) for path, text in shown.items()}
     # Some lines stand elsewhere in the course, too.
     assert len(set().union(*seen.values())) < 0.04 * len(hidden) and len(hidden) > 150
-    for exercise, target in zip(exercises, targets, strict=True):
+    for target in targets:
         file = tree / target.path.relative_to(ROOT)
-        what = f"exercise {exercise.number:02}, {exercise.qualified_name}, is yours"
-        assert what in shown[file] and len(seen[file]) <= 2, file
+        assert f"{target.node.name}, is yours" in shown[file] and len(seen[file]) <= 2, file
     there = sorted(path.name for path in (tree / "exercises").iterdir())
-    assert there == ["__init__.py", "__main__.py", "course.zip"] and not (tree / ".git").exists()
-    assert not list(tree.glob("tests/*.py"))
-    answer = "853,376"  # to a question of the course
-    secrets = [answer, *(text for hunt in HUNTS.values() for text in (hunt.new, hunt.found))]
+    assert there == ["__init__.py", "__main__.py", "course.zip"] and not [*tree.glob("tests/*.py")]
+    secrets = ["853,376"]  # the answer to a question of the course
+    secrets += [text for hunt in HUNTS.values() for text in (hunt.new, hunt.found)]
     assert not [secret for secret in secrets for text in shown.values() if secret in text]
     assert shown[tree / "docs/teaching.md"].startswith("## For students\n")
     assert shown[tree / "AGENTS.md"].startswith("## For an assistant")
@@ -54,8 +51,6 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
     with zipfile.ZipFile(folder / "exercises/course.zip") as packed:
         names = packed.namelist()
         assert all(packed.read(name) == (ROOT / name).read_bytes() for name in names)
-    needed = [*(ROOT / "picotron_min").rglob("*.py"), catalogue.files()[5], catalogue.files()[17]]
-    assert {path.relative_to(ROOT).as_posix() for path in needed} <= {*names}
     assert "exercises/e04_shift.py" not in names
 
     def run(*words: str, script: str = "-mexercises", **environment: str) -> str:
@@ -77,8 +72,6 @@ def test_chosen_exercises_alone_are_handed_out_and_checked_as_in_the_course(tmp_
     for words, problem in (
         ([str(folder)], "there already"),
         ([str(ROOT / "tests/new")], "name a new folder outside"),
-        ([f"{tmp_path}/x", "--exercises", "99"], "no exercise 99"),
     ):
         assert commands.main(["handout", *words]) == 2
         assert problem in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()

@@ -31,24 +31,12 @@ torch.stack([tensor for _, tensor in c.ring(x, axis)])
 into(x.view(n, -1), lambda out: units.start_all_gather_(out, axis))
 into(x.view(n, -1), lambda out: units.start_reduce_scatter_(out, axis))[r]
 exchange.wait(exchange.start(x[: sum(to_each)]))
-axis.ledger.record("all_gather", x, n - 1) or gathered(x, axis.group)
-axis.ledger.record("reduce_scatter", x, axis.share) or scattered(x, axis.group)
 """.strip().splitlines()
 
 
 def into(rows: Tensor, start) -> Tensor:
     start(out := rows.clone()).wait()
     return out
-
-
-def gathered(x: Tensor, group) -> Tensor:
-    dist.all_gather(parts := [torch.empty_like(x) for _ in range(group.size())], x, group=group)
-    return torch.stack(parts)
-
-
-def scattered(x: Tensor, group) -> Tensor:
-    dist.reduce_scatter(mine := torch.empty_like(x[:2]), list(x.split(2)), group=group)
-    return mine
 
 
 def everything(axis: Axis) -> tuple[list, float]:

@@ -23,17 +23,10 @@ def checked(tmp_path: Path, body: str) -> Verdict:
     return Sandbox().check(4, path)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("print('x' * 10**7); torch.empty(10**10)", "on rank 0: RuntimeError.* memory"),
-        ("torch.save(torch.zeros(10**7), 'file')", "left no verdict|on rank 0: "),
-    ],
-)
-def test_a_check_has_limits(tmp_path, body, message):
-    verdict = checked(tmp_path, body)
-    assert not verdict.passed and re.search(message, verdict.message), verdict
-    assert verdict.printed in ("", "x" * child.PRINTED + "\n... cut\n")
+def test_a_check_has_limits(tmp_path):
+    verdict = checked(tmp_path, "print('x' * 10**7); torch.empty(10**10)")
+    assert re.search("on rank 0: RuntimeError.* memory", verdict.message), verdict
+    assert not verdict.passed and verdict.printed == "x" * child.PRINTED + "\n... cut\n"
 
 
 def test_a_check_leaves_nothing_running_and_its_end_is_seen(tmp_path, monkeypatch):
@@ -84,10 +77,8 @@ def test_a_verdict_is_read_only_if_it_has_the_right_form_and_size(monkeypatch):
         theirs.send_bytes(json.dumps(right | change).encode())
         return sandbox._received(ours, process)
 
-    found = received()
-    assert found.passed and found.gates == {"V": ""}
-    for change in ({"passed": 1}, {"gates": {"V": 1}}, {"gates": [1]}):
-        assert received(**change) is None
+    assert received().gates == {"V": ""}
+    assert received(passed=1) is received(gates={"V": 1}) is received(gates=[1]) is None
     monkeypatch.setattr(sandbox, "KILL_SECONDS", 0)
     assert sandbox._received(ours, process).message == "The check was ended after 0 s."
     monkeypatch.setattr(sandbox, "LARGEST_VERDICT", 10)
