@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -47,7 +48,7 @@ KNOWN = [
         "ends.leave(forward(ends.enter(x), *rest))",
         "ends.leave(forward(x, *rest))",
         {"tp": 2, "overlap": False},
-        "it is this rank's own part of a sum over tp: the sum is missing",
+        "own part of a sum over tp: the sum is missing",
         "tensor_parallel:_between",
     ),
     (
@@ -66,6 +67,22 @@ KNOWN = [
         ".mlp.gate.e_score_correction_bias  on dp ",
         "router:RoutingCounts.update_biases",
     ),
+    (
+        "data_parallel.py",
+        "torch._foreach_zero_",
+        "list",
+        {"dp": 2},
+        "FIRST WRONG  step 2, summed gradient of",
+        "placement:_placement",  # of a table
+    ),
+    (
+        "pipeline_schedule.py",
+        "ranks - rank - 1)  #",
+        "ranks - rank - 1)[:-1]  #",
+        {"pp": 2, "micro_batches": 2},
+        "FAILED .*'B1' is missing.*\\.py:",  # it cannot run
+        "",
+    ),
 ]
 
 
@@ -73,22 +90,10 @@ KNOWN = [
 def test_a_known_mistake_is_found_and_its_function_is_named(
     file, right, wrong, options, said, function
 ):
-    code, text = answer(make_config(**options), (file, right, wrong), steps=1)
-    assert code == 1 and said in text and function in functions_in(text), text
-    assert len(functions_in(text)) <= 3
-
-
-def test_gradients_that_were_not_zeroed_are_found_in_the_second_step():
-    edit = "data_parallel.py", "torch._foreach_zero_", "list"
-    code, text = answer(make_config(dp=2), edit)
-    assert code == 1 and "FIRST WRONG  step 2, summed gradient of" in text, text
-    assert functions_in(text)[0] == "placement:_placement"  # of a table
-
-
-def test_a_layout_that_cannot_run_names_what_failed():
-    edit = "pipeline_schedule.py", "ranks - rank - 1)  #", "ranks - rank - 1)[:-1]  #"
-    code, text = answer(make_config(pp=2, micro_batches=2), edit, steps=1)
-    assert code == 1 and "FAILED" in text and "'B1' is missing" in text and ".py:" in text
+    code, text = answer(make_config(**options), (file, right, wrong))
+    assert code == 1 and re.search(said, text, re.S), text
+    named = functions_in(text)
+    assert (len(named) <= 3 and function in named) or function == "", text
 
 
 def kill_rank_1_after_its_first_record() -> None:
