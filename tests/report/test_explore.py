@@ -98,7 +98,7 @@ console.log(JSON.stringify(cases.map(({ L, rank, weight, layer }) => {
 
 
 @pytest.mark.skipif(not NODE, reason="needs node")
-def test_the_script_finds_what_the_trainer_computes(number=60):
+def test_the_script_finds_what_the_trainer_computes(number=40):
     data, of = re.search(r'id="data">(.*?)</script>', PAGE.read_text())[1], random.Random(7)
     cases = [random_case(of) for _ in range(number)]
     given = {"data": json.loads(data), "cases": cases, "sent": SENT}
