@@ -38,8 +38,3 @@ def test_each_sublayer_has_what_is_replaced_and_its_messages_with_their_bytes(po
         assert forward.count(message) == 1 + 2, "the embedding, and two of a layer"
         assert backward.count(message) == 1 + 2 * 3, "lm_head, and two of each layer"
         assert lines[-1] == "all of the step, of gradients and weights", "no dp: nothing is sent"
-
-
-def test_documents_apart_are_described_too(pool):
-    lines, _ = pool.run(2, partial(described, cp=2, document_mask=True))
-    assert sum("shift over cp" in line for line in lines) > 0, "keys and values go round"
