@@ -175,7 +175,7 @@ def state_of(training: Training) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in training_tensors(*parts).items()}
 
 
-def check_skipped_steps() -> None:
+def check_skipped_steps(folder: Path) -> None:
     training = make_training(make_config(dp=2, optimizer="adamw"), MODEL)
     weight = [*training.parameters.values()][-1]
     training.step(0)
@@ -188,15 +188,15 @@ def check_skipped_steps() -> None:
         torch.testing.assert_close(state_of(training), before, rtol=0, atol=0)
     training.skipped.has_learned = False  # as if these were the first
     with pytest.raises(FloatingPointError, match="so that nothing was learned: no model is"):
-        training.saver.export(Path("hf"))
+        training.saver.export(folder)
     hook.remove()
     assert not training.step(3).skipped and training.skipped.total == 2
     with pytest.raises(AssertionError):
         torch.testing.assert_close(state_of(training), before)
 
 
-def test_a_step_with_a_bad_gradient_on_one_rank_changes_nothing_anywhere(pool):
-    pool.run(2, check_skipped_steps)
+def test_a_step_with_a_bad_gradient_on_one_rank_changes_nothing_anywhere(pool, tmp_path):
+    pool.run(2, check_skipped_steps, tmp_path / "hf")
 
 
 def ignore_most_targets(training: Training) -> None:
