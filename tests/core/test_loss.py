@@ -1,12 +1,7 @@
-"""The loss against torch's cross entropy, with the vocabulary whole and split over ranks."""
-
-import math
-from functools import partial
-from unittest import mock
+"""The loss against torch's cross entropy; with a split vocabulary it is in test_layouts.py."""
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from picotron_min.layout import STRIPE_ROWS
@@ -20,7 +15,6 @@ def inputs(dtype=torch.float64) -> tuple[torch.Tensor, ...]:
     x = torch.randn(N, E, generator=generator, dtype=dtype)
     weight = torch.randn(V, E, generator=generator, dtype=dtype)
     targets = torch.randint(V, (N,), generator=generator)
-    targets[:V] = torch.arange(V)  # the first and the last id of every slice, whatever the split
     targets[[3, N - 1]] = IGNORE_INDEX
     return x, weight, targets
 
@@ -79,35 +73,3 @@ def test_bfloat16_statistics_are_in_float32(monkeypatch):
     (gradient,) = gradients(loss, weight)
     assert gradient.dtype == torch.float32
     assert not torch.equal(gradient, gradient.bfloat16().float()), "the sum over stripes is rounded"
-
-
-def split_losses(stripe_rows: int, scale: float) -> tuple[list[float], int]:
-    """How far a rank's slice is from the whole computed by torch, relative; and its messages."""
-    x, weight, targets = inputs()
-    weight *= scale
-    rows = torch.arange(V).chunk(dist.get_world_size())[dist.get_rank()]
-    messages = []
-
-    def reduced(x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
-        messages.append(dist.all_reduce(x, op))
-        return x
-
-    reductions = (partial(reduced, op=op) for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
-    of_slice = partial(stripe_loss, vocabulary=Vocabulary(rows[0].item(), *reductions))
-    x.requires_grad_(), weight.requires_grad_()
-    theirs = F.cross_entropy(x @ weight.T, targets, reduction="sum")
-    dx, dw = gradients(theirs.square(), x, weight)
-    mine = weight.detach()[rows].requires_grad_()
-    with mock.patch.dict(STRIPE_ROWS, cpu=stripe_rows):
-        loss = head_loss(x, mine, targets, of_slice)
-    my_dx, my_dw = gradients(loss.square(), x, mine)
-    dist.all_reduce(my_dx)
-    pairs = [(loss, theirs), (my_dx, dx), (my_dw, dw[rows])]
-    return [((a - b).abs().max() / b.abs().max()).item() for a, b in pairs], len(messages)
-
-
-# In the last row exp would overflow, and after a sum of maxima underflow.
-@pytest.mark.parametrize("size,stripe_rows,scale", [(2, 1000, 1.0), (3, 5, 1.0), (4, 1000, 1e4)])
-def test_a_split_vocabulary_gives_the_same_loss_and_gradients(pool, size, stripe_rows, scale):
-    for differences, messages in pool.run(size, split_losses, stripe_rows, scale):
-        assert max(differences) < 1e-10 and messages == 2 * math.ceil(N / stripe_rows)
