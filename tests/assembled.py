@@ -51,7 +51,9 @@ def make_config(
     return config_of(**sizes | keys | dict(model) | more)
 
 
-def make_training(config: Config, model: str | ModelConfig, device: str = "cpu") -> Training:
+def make_training(
+    config: Config, model: str | ModelConfig, device: str = "cpu", weights=None
+) -> Training:
     """Of a model, or the name of one above, with as many layers as the config has."""
     model_config = model if isinstance(model, ModelConfig) else MODELS[model]
     if layers := config.model.num_hidden_layers:
@@ -65,7 +67,7 @@ def make_training(config: Config, model: str | ModelConfig, device: str = "cpu")
     text = TokenFile(tokens.astype(np.uint16), len(tokens), len(ends), ends)
     depths = model_config.num_nextn_predict_layers
     data = open_data(config, text, axes.dp.rank, axes.cp.rank, depths)
-    return Training(config, model_config, axes, device, data)
+    return Training(config, model_config, axes, device, data, weights)
 
 
 Parts = dict[str, tuple[tuple[slice, ...], np.ndarray]]  # where in the whole, and what is there
