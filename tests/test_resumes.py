@@ -6,11 +6,13 @@ import re
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+import train
 from picotron_min.checkpoint import training_tensors
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
@@ -70,20 +72,10 @@ def state_of(training: Training) -> dict[str, Parts]:
 
 
 def spoilt_step(training: Training, step: int, is_bad: bool) -> StepResult:
-    """If it is bad, a number of the summed gradient is NaN, on a single rank."""
-    if not is_bad or dist.get_rank() > 0:
+    """If it is bad, the gradient of a single rank is not finite."""
+    factor, measure = math.nan if is_bad and dist.get_rank() == 0 else 1, train.measure_gradient
+    with mock.patch.object(train, "measure_gradient", lambda *of: factor * measure(*of)):
         return training.step(step)
-    gradients, weight = training.model.gradients[-1], next(iter(training.parameters.values()))
-    wait = gradients.wait
-
-    def poisoned() -> None:
-        wait()
-        weight.grad.view(-1)[0] = math.nan
-
-    gradients.wait = poisoned
-    result = training.step(step)
-    gradients.wait = wait
-    return result
 
 
 def train_a_part(config, model, steps: range, bad: int | None, folder: Path | None) -> Part:
