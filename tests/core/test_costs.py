@@ -13,8 +13,7 @@ from picotron_min import costs
 from picotron_min.extensions.experts.moe import apply_moe
 from picotron_min.extensions.experts.router import RoutingCounts
 from picotron_min.extensions.memory.extension import apply_recompute
-from picotron_min.extensions.multi_token.extension import MultiToken
-from picotron_min.extensions.multi_token.model import add_prediction_layers
+from picotron_min.extensions.multi_token.extension import MultiToken, add_prediction_layers
 from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
 from picotron_min.model import Llama
 from picotron_min.runtime.hardware import hardware_flops_per_token

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from picotron_min.data import Batches
-from picotron_min.extensions.multi_token.model import add_prediction_layers, hidden_states
+from picotron_min.extensions.multi_token.extension import add_prediction_layers, hidden_states
 from picotron_min.extensions.multi_token.targets import DepthBatch, look_ahead
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.loss import IGNORE_INDEX
