@@ -106,14 +106,11 @@ def open_batches(workload: Workload, depths: int, text: NamedTuple, **options) -
     """Any micro-batch of a rank; `text` is a TokenFile, `depths` are further tokens to predict."""
     if not workload.document_mask:
         batches = Batches(text.tokens, **options)
-    elif workload.packing == "wrapped":
-        from picotron_min.extensions.documents.batches import DocumentBatches
-
-        batches = DocumentBatches(text.tokens, ends=text.ends, **options)
     else:
-        from picotron_min.extensions.documents.packing import PackedBatches
+        from picotron_min.extensions.documents.batches import DocumentBatches, PackedBatches
 
-        batches = PackedBatches(text.tokens, ends=text.ends, **options)
+        kind = DocumentBatches if workload.packing == "wrapped" else PackedBatches
+        batches = kind(text.tokens, ends=text.ends, **options)
     if depths:
         from picotron_min.extensions.multi_token.targets import look_ahead
 

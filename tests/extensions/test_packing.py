@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from picotron_min.extensions.documents.batches import DocumentBatches
-from picotron_min.extensions.documents.packing import PackedBatches, best_fit
+from picotron_min.extensions.documents.batches import DocumentBatches, PackedBatches, best_fit
 from picotron_min.loss import IGNORE_INDEX
 
 
