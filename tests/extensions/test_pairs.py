@@ -4,11 +4,13 @@ All else that layouts train is compared to 1e-10 in tests/test_layouts.py. Rows 
 """
 
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from tests.assembled import Run, assert_same, whole_run
+from picotron_min.extensions.memory import offload
+from tests.assembled import Run, assert_same, train_briefly, whole_run
 from tests.rows import lines, row
 
 # What both runs have | the first | the second. Where sums are in the same order, to the last bit:
@@ -19,6 +21,9 @@ sharding: dtype=bfloat16 grad_clip=null | dp=2 sharding=gradients | dp=2
 sharding: dtype=float32 grad_clip=null model=tied | dp=2 sharding=parameters | dp=2
 precision: dp=2 fp8 layers=3 dtype=bfloat16 grad_clip=null | sharding=parameters |
 schedules: dp=2 pp=2 m=3 dtype=bfloat16 sharding=parameters model=softmax | engine=zb_h1 |
+experts: dtype=float32 grad_clip=null model=softmax | dp=2 sharding=parameters | dp=2
+memory: pp=2 m=3 engine=zb_v layers=8 | offload=1 |
+memory: dp=2 ep=2 m=2 sharding=parameters recompute=selective layers=3 model=gated | offload=2 |
 """
 
 # Sums in another order may round a moment to the next number: 1/256 of an update. Parts of rows
@@ -32,10 +37,14 @@ precision: etp=2 fp8_experts model=softmax | dp=2 sharding=parameters | cp=2
 TOLERANCES = [(EXACT, 0.0), (ROUNDED, 1e-4)]
 
 
+def train_so_that_all_is_offloaded(*run) -> Run:
+    with mock.patch.object(offload, "LEAST_OFFLOAD", 1):  # also what is small
+        return train_briefly(*run)
+
+
 @functools.cache
 def trained(pool, text: str) -> Run:
-    config, model_config = row(text)
-    return whole_run(pool, config, model_config, steps=2, atol=1e-10)
+    return whole_run(pool, *row(text), 2, train_so_that_all_is_offloaded, atol=1e-10)
 
 
 @pytest.mark.parametrize(
