@@ -82,9 +82,9 @@ def extensions_of(
 
         rows = None
         if workload.fp8_experts:
-            from picotron_min.extensions.precision.float8_rows import row_products
+            from picotron_min.extensions.precision.float8_rows import RowProducts
 
-            rows = row_products(device.type, getattr(torch, workload.dtype))
+            rows = RowProducts(device.type, getattr(torch, workload.dtype))
         chosen.append(Experts(model_config, layout, workload, axes, device, rows))
         paused = chosen[-1].tally.paused
     if workload.recompute != "none" or workload.compile or workload.offload:

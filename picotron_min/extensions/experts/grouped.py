@@ -5,9 +5,19 @@
 
 The loop is MoE.run in moe.py, which computes the same. Experts stay parameters of their own: their
 weights are views of the one tensor, and backward adds to each one's gradient, as linear.py.
+
+With FP8 the products with weights are in 8 bits, those of dW stay in `dtype`:
+
+    forward     x -> bytes, once for gate and up       y  = x W^T     8 bits
+    backward    dy -> bytes                            dx = dy W      8 bits
+    later       x and dy as they are                   dW = dy^T x    `dtype`
+
+The sums of dW go over rows. There a scale for each row could not be taken out, and rows would have
+to be padded to multiples of 16. How numbers are rounded and multiplied is in precision/.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from picotron_min.extensions.experts.moe import mixtures, on_device
+from picotron_min.extensions.experts.moe import MoE, mixtures, on_device
 from picotron_min.extensions.overlap.linear import Linear, WeightGradients, take_apart
+from picotron_min.extensions.settings import Workload
 from picotron_min.loss import wide
 from picotron_min.model import Llama
 
@@ -51,11 +62,16 @@ def apply_grouped_experts(
     for moe in mixtures(model):
         if "run" in vars(moe):  # in 8 bits already
             continue
-        projections = [*zip(*(expert.children() for expert in moe.experts.values()), strict=True)]
-        has_own_products = type(projections[0][0]) is not Linear  # see kernels/products.py
+        has_own_products = type(next(moe.experts.children()).up_proj) is not Linear  # see kernels/
         if has_own_products and math.prod(sizes) >= LEAST_ALONE:
             continue  # they take less time than one for all: the loop remains
-        moe.run = partial(run_together, *(Stack(list(linears), queue) for linears in projections))
+        compute_together(moe, partial(Stack, queue=queue))
+
+
+def compute_together(moe: MoE, stack_of: Callable[[list[Linear]], "Stack"]) -> None:
+    """Put a stack in place of each of the three linears of all experts of a mixture."""
+    projections = zip(*(expert.children() for expert in moe.experts.values()), strict=True)
+    moe.run = partial(run_together, *map(stack_of, map(list, projections)))
 
 
 def run_together(
@@ -135,3 +151,61 @@ class _Product(torch.autograd.Function):
         dx = stack.input_gradient(dy, ctx.groups)
         stack.queue.put(stack, (*ctx.saved_tensors, ctx.groups), dy)
         return None, None, dx, None
+
+
+def in_8_bits(model: Llama, workload: Workload) -> list[MoE]:
+    """The mixtures of a model whose experts multiply in 8 bits."""
+    layers = model.config.num_hidden_layers
+    return [moe for moe in mixtures(model) if workload.experts_in_fp8(moe.gate.layer, layers)]
+
+
+def replace_linears(moe: MoE) -> None:
+    """On the meta device, while the weights are in the modules."""
+    for expert in moe.experts.values():
+        for name, linear in list(expert.named_children()):
+            setattr(expert, name, Float8Member(linear.weight))
+
+
+class Float8Member(Linear):
+    """A linear of one expert; its stack multiplies."""
+
+    stack: "Float8Stack | None" = None
+
+    def make_copy(self, dtype: torch.dtype) -> None:
+        """None: its stack multiplies with bytes."""
+
+    def refresh(self) -> None:
+        if self.stack is not None:
+            self.stack.rounded = None
+
+
+class Float8Stack(Stack):
+    """As Stack, with weights in 8 bits; `rows` are precision/float8_rows.py's RowProducts."""
+
+    rounded = None  # W [X, out, in] and W^T, until the weights change
+
+    def __init__(
+        self, linears: list[Float8Member], queue: WeightGradients, has_kernel: bool, rows
+    ) -> None:
+        super().__init__(linears, queue, has_kernel)
+        self.rows = rows
+        for linear in linears:
+            linear.stack = self
+
+    def prepare(self, x: Tensor):
+        return self.rows.quantise(x.detach())
+
+    def product(self, x, groups: Groups) -> Tensor:
+        return self._multiply(x, 0, groups)
+
+    def input_gradient(self, dy: Tensor, groups: Groups) -> Tensor:
+        return self._multiply(self.prepare(dy), 1, groups)
+
+    def _multiply(self, x, side: int, groups: Groups) -> Tensor:
+        if self.rounded is None:  # in forward, or in a backward that has gathered them again
+            # First to dtype, in which sharded weights are gathered: so that the bytes are the same.
+            weights = self.operand.detach().to(self.rows.dtype)
+            self.rounded = self.rows.quantise(weights), self.rows.quantise(weights.mT)
+        if self.has_kernel:
+            return self.rows.in_groups(x, self.rounded[side], groups.ends)
+        return self.rows.one_by_one(x, self.rounded[side], groups.sizes)

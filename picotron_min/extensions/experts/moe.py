@@ -11,6 +11,7 @@ ranks. Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; shared
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -99,11 +100,14 @@ class TooManyRows(MemoryError):
     """Its message has the numbers and the remedy: see Limit.check_rows."""
 
 
+@dataclass
 class Limit:
     """How many tokens of a rank's micro-batch an expert takes; others are dropped."""
 
-    def __init__(self, num_experts: int, k: int, routing: Routing, layer: int = 0) -> None:
-        self.num_experts, self.k, self.routing, self.layer = num_experts, k, routing, layer
+    num_experts: int
+    k: int
+    routing: Routing
+    layer: int = 0
 
     def capacity(self, num_tokens: int) -> int:
         factor = self.routing.moe_expert_capacity_factor

@@ -10,6 +10,7 @@ has little to recompute but them. torch.compile fuses what lies between products
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +24,11 @@ from picotron_min.model import Head, Llama
 Context = Callable[[], AbstractContextManager]
 
 
+@dataclass(eq=False)
 class SavedMemory(Extension):
-    def __init__(self, workload: Workload, device: torch.device, paused: Context | None) -> None:
-        self.workload, self.device, self.paused = workload, device, paused
+    workload: Workload
+    device: torch.device
+    paused: Context | None
 
     def wrap(self, model: Llama) -> None:
         compiles = self.workload.compile

@@ -13,9 +13,7 @@ GPUs multiply in groups; within a row it spans 2^18, and a row of gradients need
 In production: Transformer Engine's grouped linear, torchao's training of mixtures.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,35 +28,31 @@ from picotron_min.extensions.precision.float8 import (
 )
 
 
-class RowProducts(NamedTuple):
-    """How to round, and to multiply x [r, k], sorted by expert, by w [X, n, k] -> [r, n]."""
+class RowProducts:
+    """Rounds, and multiplies x [r, k], sorted by expert, by w [X, n, k] -> [r, n]."""
 
-    quantise: Callable[[Tensor], Float8]  # [.., k], a scale for each row
-    in_groups: Callable[[Float8, Float8, Tensor], Tensor]  # given where each expert's rows end
-    one_by_one: Callable[[Float8, Float8, Sequence[int]], Tensor]  # given how many each has
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        on_gpu = choose_product(device_type, dtype) is scaled_product
+        self.dtype, self.product = dtype, scaled_rows if on_gpu else widened_product
 
+    def quantise(self, x: Tensor) -> Float8:
+        """[.., k], a scale for each row"""
+        return quantise(x, E4M3, dim=-1)
 
-def row_products(device_type: str, dtype: torch.dtype) -> RowProducts:
-    on_gpu = choose_product(device_type, dtype) is scaled_product
-    product = scaled_rows if on_gpu else widened_product
-    return RowProducts(
-        partial(quantise, kind=E4M3, dim=-1),
-        partial(multiply_in_groups, dtype),
-        partial(multiply_one_by_one, partial(product, dtype=dtype)),
-    )
+    def in_groups(self, x: Float8, w: Float8, ends: Tensor) -> Tensor:
+        """One kernel for all experts, given where the rows of each end."""
+        inverses = x.inverse[:, 0], w.inverse[..., 0]
+        factors = x.numbers, w.numbers.mT  # groups begin at any row: it aligns only k and n, to 16
+        return torch._scaled_grouped_mm(*factors, *inverses, offs=ends, out_dtype=self.dtype)
 
-
-def multiply_in_groups(dtype: torch.dtype, x: Float8, w: Float8, ends: Tensor) -> Tensor:
-    """One kernel for all experts. Groups begin at any row: it aligns only k and n, to 16."""
-    inverses = x.inverse[:, 0], w.inverse[..., 0]
-    return torch._scaled_grouped_mm(x.numbers, w.numbers.mT, *inverses, offs=ends, out_dtype=dtype)
-
-
-def multiply_one_by_one(product: Callable, x: Float8, w: Float8, sizes: Sequence[int]) -> Tensor:
-    rows = zip(x.bytes.split(sizes), x.inverse.split(sizes), strict=True)
-    weights = zip(w.bytes, w.inverse, strict=True)
-    both = zip(rows, weights, strict=True)
-    return torch.cat([product(Float8(*a, x.kind), Float8(*b, w.kind)) for a, b in both])
+    def one_by_one(self, x: Float8, w: Float8, sizes: Sequence[int]) -> Tensor:
+        """A product for each expert, given how many rows each has."""
+        rows = zip(x.bytes.split(sizes), x.inverse.split(sizes), strict=True)
+        weights = zip(w.bytes, w.inverse, strict=True)
+        pairs = (
+            (Float8(*a, x.kind), Float8(*b, w.kind)) for a, b in zip(rows, weights, strict=True)
+        )
+        return torch.cat([self.product(*pair, self.dtype) for pair in pairs])
 
 
 def scaled_rows(a: Float8, b: Float8, dtype: torch.dtype) -> Tensor:
