@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from picotron_min.extensions.precision.rotary import Rotate
+from picotron_min.extensions.precision.extension import Rotate
 from picotron_min.model import SelfAttention, rotary_table
 from tests.assembled import MODELS
 

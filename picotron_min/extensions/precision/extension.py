@@ -5,7 +5,6 @@ import torch
 from picotron_min.extension import Extension
 from picotron_min.extensions.overlap.linear import Linear, apply_copies, linears, take_apart
 from picotron_min.extensions.precision.float8_linear import apply_float8
-from picotron_min.extensions.precision.rotary import Rotate
 from picotron_min.extensions.settings import Workload
 from picotron_min.model import Llama
 from picotron_min.placement import Table
@@ -37,3 +36,27 @@ class Precision(Extension):
         for linear in self.linears:
             if linear.copy is None:
                 linear.refresh()  # bytes of the weight
+
+
+class Rotate(torch.autograd.Function):
+    """x [B, S, heads, D], cos and sin [..., S, D] -> x, turned, as SelfAttention.rotate does it.
+
+    To the same bits, in fewer passes over memory. Angles are float32, and so are the products.
+    Autograd widens, multiplies, rounds and swaps in a pass each; here `out` takes a result rounded,
+    as it is written. Compiled layers do so by themselves.
+    """
+
+    @staticmethod
+    def forward(ctx, x, *angles):
+        cos, sin = (table[..., None, :] for table in angles)
+        ctx.save_for_backward(cos, sin)
+        return torch.add(x * cos, swap(x) * sin, out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, swapped = (torch.mul(dy, t, out=torch.empty_like(dy)) for t in ctx.saved_tensors)
+        return dx.add_(swap(swapped)), None, None
+
+
+def swap(x):
+    return x.roll(x.shape[-1] // 2, dims=-1)
