@@ -2,43 +2,25 @@
 
 A layout decides which part of a tensor a rank has, and so which numbers share a scale. The
 reference rounds in blocks, and is written apart from precision/float8.py. Layouts whose blocks are
-micro-batches are rows of test_layouts.py.
+micro-batches are rows of test_layouts.py; what linears keep is in test_memory.py.
 """
 
 import math
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from picotron_min.collectives import Ledger
-from picotron_min.extensions.experts.moe import apply_moe
-from picotron_min.extensions.experts.router import RoutingCounts
-from picotron_min.extensions.overlap.boundary import Boundary
-from picotron_min.extensions.overlap.linear import (
-    Linear,
-    WeightGradients,
-    apply_copies,
-    apply_queue,
-    linears,
-)
-from picotron_min.extensions.precision.float8 import quantise
-from picotron_min.extensions.precision.float8_linear import apply_float8
-from picotron_min.extensions.settings import Layout, ModelConfig, Routing, Workload
-from picotron_min.model import Llama
-from picotron_min.planner.activations import factors_per_token
+from picotron_min.extensions.overlap.linear import Linear
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.runtime.config import Config
 from tests import assembled
 from tests.assembled import Run, assert_same, make_training, whole_run
 from tests.rows import lines, row
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-# The reference.
 
 
 def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
@@ -111,73 +93,3 @@ def test_layouts_train_what_one_process_does_in_their_blocks(pool, text):
     train = partial(train_reference, tp=config.layout.tp, cp=config.layout.cp)
     theirs = whole_run(pool, *row(words, layers=3), 2, train)
     assert_same(whole_run(pool, config, model_config, 2), theirs)
-
-
-# Linears: a model in one process.
-
-MODEL = ModelConfig(61, 160, 96, 2, 4, 2, head_dim=48)  # no matrix has the shape of an activation
-MIXTURE = ModelConfig(
-    *(61, 160, 96, 2, 4, 2),
-    head_dim=48,
-    num_local_experts=4,
-    moe_intermediate_size=112,
-    n_shared_experts=1,
-    moe_shared_expert_gate=True,
-)
-TOKENS, POSITIONS = torch.arange(128).view(2, 64) % 61, torch.arange(64)
-
-
-def build(
-    config: ModelConfig, dtype: torch.dtype, queue: WeightGradients, fp8: bool = True
-) -> Llama:
-    torch.manual_seed(0)
-    model = Llama(config)
-    apply_moe(model, Routing(), RoutingCounts(config, torch.device("cpu")))
-    alone = SimpleNamespace(size=1, share=0.0, ledger=Ledger())
-    apply_queue(model, queue)
-    model.boundary, name = Boundary(alone, queue), str(dtype).removeprefix("torch.")
-    if fp8:
-        apply_float8(model, Workload(64, dtype=name, fp8=True), "cpu")
-    apply_copies(model, dtype) if dtype == torch.bfloat16 else model.to(dtype)
-    for linear in linears(model).values():
-        linear.weight.grad = torch.zeros_like(linear.weight)
-        linear.refresh()
-    return model
-
-
-def run(model: Llama, dtype: torch.dtype) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        loss = model(TOKENS, POSITIONS, TOKENS)
-        loss.backward()
-    return loss
-
-
-def test_weights_are_rounded_once_and_copied_nowhere():
-    model = build(MODEL, torch.bfloat16, WeightGradients())
-    with mock.patch(
-        "picotron_min.extensions.precision.float8_linear.quantise", side_effect=AssertionError
-    ):
-        for _ in range(2):  # two micro-batches
-            run(model, torch.bfloat16)
-    for name, linear in linears(model).items():
-        assert linear.copy is None and linear.weight.dtype == torch.float32
-        rows, columns = linear.rows, linear.columns
-        assert torch.equal(rows.bytes.T, columns.bytes) and columns.bytes.is_contiguous()
-        assert torch.equal(rows.bytes, quantise(linear.weight.detach().bfloat16(), E4M3).bytes)
-        assert linear.weight.grad.dtype == torch.float32 and linear.weight.grad.any(), name
-
-
-@pytest.mark.parametrize("config", [MODEL, MIXTURE], ids=["dense", "mixture"])
-@pytest.mark.parametrize("dtype,fp8", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
-def test_factors_that_wait_for_w_are_as_many_bytes_as_planned(config, dtype, fp8):
-    left = []
-    for layers in (2, 3):
-        queue = WeightGradients()
-        queue.split, kind = True, getattr(torch, dtype)
-        run(build(config.override(num_hidden_layers=layers), kind, queue, fp8), kind)
-        planned_for = [pair for of, *pair in queue if len(of.weight) > 1]  # not for a gate
-        factors = [getattr(factor, "bytes", factor) for pair in planned_for for factor in pair]
-        storages = {factor.untyped_storage() for factor in factors}
-        left.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
-    planned = factors_per_token(config, dtype, Layout(), 0, fp8=fp8)
-    assert (left[1] - left[0]) / TOKENS.numel() == planned
