@@ -1,4 +1,4 @@
-"""Sharded units: when weights are here, and what travels meanwhile."""
+"""Sharded units: when weights are gathered. How many are here at a time is in test_memory.py."""
 
 from functools import partial
 from pathlib import Path
@@ -37,42 +37,6 @@ def exports(folder: Path, sharding: str) -> None:
 @pytest.mark.parametrize("sharding", ["layerwise", "parameters"])
 def test_exporting_and_evaluating_need_no_forward_before(pool, tmp_path, sharding):
     pool.run(2, exports, tmp_path, sharding)
-
-
-# Weights of all ranks, and gradients for them, are here for as short as may be.
-
-
-def most_alive(text: str) -> tuple[int, int, int]:
-    """The most layers whose weights are here, are here or arriving, and buffers of gradients."""
-    training = training_of(text)
-    units, most = training.units[1:-1], [0, 0, 0]
-
-    def count(inner):
-        def counted(*args) -> None:
-            inner(*args)
-            buffers = [unit.buffer for unit in training.units if unit.buffer is not None]
-            arriving = [unit for unit in units if unit.arriving]
-            here = [u for u in units if next(iter(u.weights.values())).untyped_storage().nbytes()]
-            of_all = [of for unit in training.units for of in unit.travelling]
-            num_buffers = len(buffers) + len({id(buffer) for _, buffer, _ in of_all})
-            for i, n in enumerate((len(here), len(here) + len(arriving), num_buffers)):
-                most[i] = max(most[i], n)
-
-        return counted
-
-    for unit in units:
-        unit.start, unit.finish, unit.free = map(count, (unit.start, unit.finish, unit.free))
-        for name, modules in unit.modules.items():
-            modules[0].add_gradient = count(partial(unit.arrived, name))
-    training.step(0)
-    assert not any(unit.is_current for unit in training.units)
-    return tuple(most)
-
-
-@pytest.mark.parametrize("text", ["dp=2 m=2", "dp=2 m=2 recompute=full"])
-def test_a_layer_is_here_and_one_arriving_one_buffer_travels_and_one_fills(pool, text):
-    text = f"{text} sharding=parameters layers=6"
-    assert pool.run(2, most_alive, text) == [(1, 2, 2)] * 2
 
 
 def gathers_and_computing(text: str) -> list[tuple[str, int]]:
