@@ -1,29 +1,20 @@
 """Documents in rows: nothing crosses the border of one. Layouts are in test_layouts.py."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from torch.nn.attention import varlen
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from picotron_min.context_parallel import zigzag_positions
-from picotron_min.extensions.documents.attention import (
-    DocumentMask,
-    VarlenAttention,
-)
+from picotron_min.extensions.documents.attention import DocumentMask, VarlenAttention
 from picotron_min.extensions.documents.batches import DocumentBatches
-from picotron_min.extensions.documents.rectangles import (
-    Documents,
-    ring_plan,
-)
+from picotron_min.extensions.documents.rectangles import Documents, ring_plan
 from picotron_min.loss import IGNORE_INDEX
 from picotron_min.model import Llama
-from picotron_min.runtime.architectures import to_hf
 from tests.assembled import MODEL
-from tests.core.test_model import norm_in_own_dtype
 
 
 def some_lengths(S: int, seed: int) -> list[int]:
@@ -86,12 +77,10 @@ def test_positions_begin_anew_and_the_end_of_a_document_has_no_target():
     assert batch.num_targets == 18
 
 
-def test_loss_and_gradients_equal_transformers_on_each_document_alone(monkeypatch):
-    monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
+def test_loss_and_gradients_are_those_of_each_document_alone():
     config = MODEL.override(num_hidden_layers=2, num_key_value_heads=2)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**to_hf(config))).double()
-    ours = Llama(config).double()
-    ours.load_state_dict(theirs.state_dict())
+    plain = Llama(config).double()
+    ours = deepcopy(plain)
     DocumentMask(torch.device("cpu")).connect(ours, {})
     rows = [some_lengths(24, 5), *[some_lengths(24, 105)] * 2]  # two of them alike
     tokens = torch.randint(61, (3, 25), generator=torch.Generator().manual_seed(5))
@@ -99,18 +88,14 @@ def test_loss_and_gradients_equal_transformers_on_each_document_alone(monkeypatc
     targets, expected = tokens[:, 1:].clone(), 0.0
     for b, lengths in enumerate(rows):
         targets[b, np.cumsum(lengths) - 1] = IGNORE_INDEX
-    for row, lengths, of_row in zip(tokens, rows, targets, strict=True):
-        for t, y in zip(row[:-1].split(lengths), of_row.split(lengths), strict=True):
-            logits = theirs(t[None]).logits[0]  # from position 0
-            expected += F.cross_entropy(logits, y, reduction="sum")
+        pieces = zip(*(x.split(lengths) for x in (tokens[b, :-1], targets[b])), strict=True)
+        expected += sum(plain(t[None], torch.arange(len(t)), y[None]) for t, y in pieces)
     loss = ours(tokens[:, :-1], positions, targets, Documents(tuple(map(tuple, rows))))
     loss.backward()
     expected.backward()
-    assert abs(loss - expected) < 1e-12 * expected
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        error = (parameter.grad - gradients[name]).abs().max()
-        assert error < 1e-12 * max(1.0, gradients[name].abs().max()), name
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12, msg=name)
 
 
 def test_the_kernel_for_gpus_is_called_by_the_signature_of_each_torch(monkeypatch):
