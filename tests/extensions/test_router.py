@@ -130,17 +130,3 @@ def test_counts_are_summed_and_losses_noted_only_where_they_are_on(on, expected)
     assert " ".join(calls) == expected
     noted = {name for name, of in zip(RoutingCounts.COLUMNS, tally.table[1, 8:], strict=True) if of}
     assert noted == {name for name in LOSSES if LOSSES[name] in on}
-
-
-def test_a_router_chooses_by_float32_scores_under_autocast():
-    tally = RoutingCounts(SHAPE, CPU)
-    router = Router(SHAPE, Routing(), tally, layer=0)
-    router.weight.data.copy_(0.02 * drawn(8, E))
-    x = drawn(4, 64, E, seed=1).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        weights, experts = router(x)
-    logits = x.float() @ router.weight.T
-    assert weights.dtype == torch.float32
-    assert torch.equal(experts, route(logits, SHAPE)[1])
-    rounded = x @ router.weight.T.bfloat16()
-    assert not torch.equal(experts, route(rounded, SHAPE)[1]), "rounding would change no choice"
