@@ -40,8 +40,7 @@ def eager_and_compiled(text: str) -> tuple:
 GRAPHS = """
 2 memory: m=2 recompute=full dtype=bfloat16 model=grouped-query
 3 multi_token: dp=2 m=2 sharding=parameters model=depths
-8+ experts: tp=2 sp tp_overlap ep=2 recompute=selective global_aux model=softmax
-8+ post_norm: tp=2 sp recompute=selective model=post-norm
+8+ experts: tp=2 sp tp_overlap ep=2 recompute=selective global_aux model=softmax post_norm
 """
 
 
