@@ -8,6 +8,7 @@ where that is not known, or if the messages of the ranks do not fit together.
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,4 +89,5 @@ def lines_of(config: Config, rank: int, run: Recorder, gpu: Gpu) -> Iterator[str
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: end in silence
     sys.exit(main())

@@ -7,6 +7,7 @@ calibrate CONFIG METRICS ...          what your machine reaches, from runs on it
 validate tests/published_runs*.csv    the time model beside published runs
 """
 
+import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -135,4 +136,5 @@ def run_validation(flags: Namespace) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: end in silence
     sys.exit(main())

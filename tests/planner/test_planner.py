@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,13 @@ def test_a_table_shows_intervals_and_what_is_a_toss_up(capsys):
     text = capsys.readouterr().out
     assert "twice as wide here: no run was on L40S" in text
     assert re.search(r"\n~ .*\n~ .* [\d,]+-[\d,]+ ", text) and "a toss-up (+" in text
+
+
+def test_a_closed_pipe_ends_a_plan_in_silence():
+    command = [sys.executable, "-m", "picotron_min.planner", "validate", "tests/published_runs.csv"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
 RECORD = {"comm_bytes": {"tp": 1000, "pp": 0, "dp_cp": 10, "world": 1}}
