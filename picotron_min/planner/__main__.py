@@ -3,7 +3,7 @@
 search --model Llama-3.1-8B --gpu H100 --gpus 64 --seq_length 8192 --global_batch 512
                                       the best layouts; --write FILE makes the first a config
 config FILE --gpu H100                what is predicted for a config, without a search
-calibrate CONFIG METRICS ...          what your machine reaches, from runs on it
+calibrate CONFIG METRICS              what your machine reaches, from a run on it
 validate tests/published_runs*.csv    the time model beside published runs
 """
 
@@ -53,7 +53,8 @@ def build_parser() -> ArgumentParser:
     add = command("config", run_config, add_machine)
     add("file", type=Path, metavar="FILE")
     add = command("calibrate", run_calibration, add_machine)
-    add("files", type=Path, nargs="+", metavar="FILE", help="configs, each with its metrics")
+    add("config", type=Path, metavar="CONFIG", help="of a run on GPUs")
+    add("metrics", type=Path, metavar="METRICS", help="its metrics.jsonl")
     add = command("validate", run_validation)
     add("files", type=Path, nargs="+", metavar="FILE", help="tables of runs")
     return parser
@@ -106,28 +107,17 @@ def run_config(flags: Namespace) -> None:
 
 
 def run_calibration(flags: Namespace) -> None:
-    """what a machine reaches, from runs on it"""
-    files = flags.files
-    if len(files) % 2:
-        raise ValueError(f"calibrate has {len(files)} files: give pairs, CONFIG METRICS ...")
-    gpu, runs = config_files.gpu_of(flags), []
-    for path, metrics in zip(files[::2], files[1::2], strict=True):
-        config = parse_config(read_json(path))
-        if config.distributed.use_cpu:
-            raise ValueError(f"{path} has use_cpu true: name runs on GPUs")
-        request, candidate = config_files.predicted(config, gpu)
-        seconds = calibrate.read_metrics(metrics, request, candidate)
-        setting = request.setting(candidate.layout, candidate.workload)
-        runs.append(calibrate.Observation(setting, seconds))
-    found = calibrate.calibrate(runs)
-    for name, value in found.items():
-        print(f"{name:<16}{value:>10.3g}")
-    how = "fitted, as many unknowns as runs" if len(found) == len(runs) else "predicted"
-    for path, error in zip(files[::2], calibrate.errors_of(runs, found), strict=True):
-        print(f"{path}: {how}, {error:+.1%} from measured")
-    known = calibrate.read_found(HARDWARE)
+    """what a machine reaches, from a run on it"""
+    config, gpu = parse_config(read_json(flags.config)), config_files.gpu_of(flags)
+    if config.distributed.use_cpu:
+        raise ValueError(f"{flags.config} has use_cpu true: name a run on GPUs")
+    request, candidate = config_files.predicted(config, gpu)
+    seconds = calibrate.read_metrics(flags.metrics, request, candidate)
+    setting = request.setting(candidate.layout, candidate.workload)
+    found, known = calibrate.calibrate(setting, seconds), calibrate.read_found(HARDWARE)
     write_json(HARDWARE, known | {gpu.name: known.get(gpu.name, {}) | found})
-    print(f"wrote {HARDWARE}")
+    for name, value in found.items():
+        print(f"wrote {HARDWARE}: {name} {value:.3g} of {gpu.name}")
 
 
 def run_validation(flags: Namespace) -> None:

@@ -1,23 +1,18 @@
-"""What your machine reaches of its peaks, from runs that were measured on it.
+"""What your machine reaches of its peak in matmuls, from a run that was measured on it.
 
-    metrics.jsonl of runs  ->  unknowns  ->  hardware.json  ->  later plans
+    config.json, metrics.jsonl  ->  f, the share of the peak  ->  hardware.json  ->  later plans
 
-    runs that are given                 what is found, and what else stays as it was
-    one                                 f, the share of the peak in matmuls (of runs in FP8: f8)
-    two with different sequences        f and a, the share in attention
-    more, some with tp, cp or dp        also the share of the links' speed, and a message's latency
-
-The unknowns are those that make predicted steps most like the measured ones: the sum of squared
-logarithms of their ratios is least.
+f, of a run in FP8 the share in 8 bits, makes the predicted step as long as the measured one. What a
+step spends on anything else stays as predicted, so f makes up for errors there, too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 
@@ -72,59 +67,25 @@ def _records(path: Path, kind: type[BaseModel]) -> Iterator:
             yield kind.model_validate_json(line)
 
 
-LIMITS = (1e-3, 1e3)  # times its first value: how far an unknown may be
-FINEST = 1 + 1e-7  # factor by which an unknown is changed at last
+def calibrate(setting: Setting, seconds: float) -> dict[str, float]:
+    """The share of the peak with which a step takes so long, by the field of Gpu."""
+    name = "matmul_share" if setting.system.precision == "bf16" else "float8_share"
+    low, high = 1e-6, 1.0  # a step is longer with a lower share
+    for _ in range(60):
+        share = math.sqrt(low * high)
+        gpu = replace(setting.gpu, **{name: share})
+        if predict(replace(setting, gpu=gpu)).step > seconds:
+            low = share
+        else:
+            high = share
+    if high == 1:
+        why = f"a step took {seconds:.3g} s, and a {setting.gpu.name} needs more even at its peak"
+        raise ValueError(f"{why}: name the GPU of the run with --gpu")
+    return {name: high}
 
 
-class Observation(NamedTuple):
-    setting: Setting
-    seconds: float  # of a measured step
-
-
-def calibrate(runs: Sequence[Observation]) -> dict[str, float]:
-    """The unknowns that runs can show, by the field of Gpu; as many as there are runs at most.
-
-    Coordinate descent: change one unknown at a time while that helps, by less and less.
-    """
-    values = start = {name: getattr(runs[0].setting.gpu, name) for name in unknowns(runs)}
-    best, factor = loss(runs, values), 4.0
-    while factor > FINEST:
-        improved = False
-        for name in values:
-            for change in (factor, 1 / factor):
-                tried = values | {name: values[name] * change}
-                within = LIMITS[0] <= tried[name] / start[name] <= LIMITS[1]
-                if within and (now := loss(runs, tried)) < best:
-                    values, best, improved = tried, now, True
-        if not improved:
-            factor = math.sqrt(factor)
-    return values
-
-
-def unknowns(runs: Sequence[Observation]) -> list[str]:
-    """What the differences between runs show, the most certain first."""
-    in_8_bits = {run.setting.system.precision != "bf16" for run in runs}
-    names = ["matmul_share"] * (False in in_8_bits) + ["float8_share"] * (True in in_8_bits)
-    if len({run.setting.workload.seq_length for run in runs}) > 1:
-        names.append("attention_share")
-    if any(run.setting.layout.world_size > run.setting.layout.pp for run in runs):
-        names += ["link_share", "latency"]
-    return names[: len(runs)]
-
-
-def loss(runs: Sequence[Observation], values: dict[str, float]) -> float:
-    return sum(math.log(1 + error) ** 2 for error in errors_of(runs, values))
-
-
-def errors_of(runs: Sequence[Observation], values: dict[str, float]) -> list[float]:
-    """Predicted / measured - 1 of each run, if a GPU has these values."""
-    steps = [predict(replace(s, gpu=replace(s.gpu, **values))).step for s, _ in runs]
-    return [step / run.seconds - 1 for step, run in zip(steps, runs, strict=True)]
-
-
-CALIBRATED = ("matmul_share", "float8_share", "attention_share", "link_share", "latency")
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-Found = TypeAdapter(dict[str, dict[Literal[CALIBRATED], Positive]])
+Found = TypeAdapter(dict[str, dict[Literal["matmul_share", "float8_share"], Positive]])
 
 
 def read_found(hardware: Path) -> dict[str, dict[str, float]]:

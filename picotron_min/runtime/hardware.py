@@ -34,7 +34,7 @@ class Gpu:
     network: float = 50e9  # one way; 400 Gb/s
     validated: tuple[str, ...] = ()  # dtypes of published runs on it: see docs/planner.md
     is_calibrated: bool = False
-    # One set for all GPUs; `planner calibrate` may find others on your machine.
+    # One set for all GPUs.
     hbm_share: float = 0.9  # of its memory's speed that a pass over a large tensor reaches
     link_share: float = 0.6  # of NVLink's speed that a collective reaches
     network_share: float = 0.46

@@ -43,7 +43,6 @@ search --gpus 8 | --model, --seq_length, --global_batch
 config missing.json | missing.json
 calibrate README.md docs | README.md
 calibrate config.json docs | has use_cpu true
-calibrate config.json | give pairs
 validate README.md | row 1 is not a run as in tests/published_runs.csv
 """.strip().splitlines()
 
@@ -86,8 +85,6 @@ def test_a_closed_pipe_ends_a_plan_in_silence():
 
 
 RECORD = {"comm_bytes": {"tp": 1000, "pp": 0, "dp_cp": 10, "world": 1}}
-
-
 CONFIG = {"distributed": {"tp_size": 2, "dp_size": 2}, "model": {"dtype": "bfloat16"}}
 
 
@@ -113,7 +110,7 @@ def test_damaged_steps_and_calibrations_are_not_used(measured, capsys, damage):
     measured.write_text(text)
     assert plan(CALIBRATE) == 2
     assert "has 5 steps, and the first 5 warm up" in capsys.readouterr().err
-    Path("hardware.json").write_text(f'{{"H100": {{"latency": {damage}}}}}')
+    Path("hardware.json").write_text(f'{{"H100": {{"float8_share": {damage}}}}}')
     assert plan("config config.json") == 2
     assert "delete it, calibrate again" in capsys.readouterr().err
 
@@ -132,11 +129,11 @@ def test_metrics_of_another_layout_are_refused(measured, capsys):
 
 
 def test_what_was_found_is_written_and_read(measured, capsys):
-    Path("hardware.json").write_text('{"H100": {"latency": 1e-4}, "L4": {"latency": 1.0}}')
+    Path("hardware.json").write_text('{"H100": {"float8_share": 0.5}, "L4": {"float8_share": 1.0}}')
     assert plan(CALIBRATE) == 0
-    assert "config.json: fitted, as many unknowns" in capsys.readouterr().out
     found = json.loads(Path("hardware.json").read_text())
-    assert found["H100"].keys() == {"latency", "matmul_share"} and found["L4"] == {"latency": 1.0}
+    assert found["H100"].keys() == {"float8_share", "matmul_share"}
+    assert found["L4"] == {"float8_share": 1.0}
     assert plan("config config.json") == 0
     shown = capsys.readouterr()
     assert "time 0.004 s" in shown.out
