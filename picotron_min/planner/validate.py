@@ -2,13 +2,14 @@
 
     python -m picotron_min.planner validate tests/published_runs*.csv
 
-A row of the file has every input of a prediction, and the speed that its source gives. `use` is
-"counted"; "rank", for runs that differ in the layout alone, which are to be put in their order; or
-"shown", with the reason why it is not counted. Nothing in a prediction depends on a row's name.
+A row of the file has every input of a prediction, in columns with the names of their fields, and
+the speed that its source gives. `use` is "counted"; "rank", for runs that differ in the layout
+alone, which are to be put in their order; or "shown", with the reason why it is not counted.
+Nothing in a prediction depends on a row's name.
 """
 
 import csv
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import correlation, median
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from picotron_min.extensions.settings import Layout, ModelConfig, Workload
 from picotron_min.planner.step_time import Prediction, predict
 from picotron_min.planner.system import Setting, System
 from picotron_min.planner.uncertainty import interval
-from picotron_min.runtime.hardware import GPUS
+from picotron_min.runtime.hardware import GPUS, Gpu
 
 
 class Run(NamedTuple):
@@ -55,9 +56,9 @@ def read_runs(path: Path) -> list[Run]:
     runs = []
     try:
         for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
-            tokens = int(row["global_batch"]) * int(row["seq"]) / int(row["gpus"])  # of a GPU
             measured = float(row["tokens_per_second_per_gpu"])
             prediction = predict(setting := setting_of(row))
+            tokens = int(row["global_batch"]) * setting.workload.seq_length / int(row["gpus"])
             speeds = measured, tokens / prediction.step
             runs.append(Run(row["id"], row["use"], *speeds, setting, prediction))
     except (KeyError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -67,50 +68,24 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def setting_of(row: dict[str, str]) -> Setting:
-    """The inputs of a prediction from the columns of a row."""
-    row = DEFAULTS | {key: text for key, text in row.items() if text}
-    number = {key: int(text) for key, text in row.items() if text.isdigit()}
-    gpu = GPUS[row["gpu"]]
-    gpu = replace(gpu, gpus_per_node=number["gpus_per_node"])
+    """The inputs of a prediction from a row; an empty column has its field's default."""
+    row = {key: int(text) if text.isdigit() else text for key, text in row.items() if text}
+    row["dtype"] = "bfloat16"
+    row["num_micro_batches"] = row["global_batch"] // (row["dp"] * row["micro_batch_size"])
+    row["repeats"] = float(row["recompute_matmul"]), float(row["recompute_attention"])
     if "network_gbps" in row:  # else the run is inside one node
-        gpu = replace(gpu, network=1e9 / 8 * float(row["network_gbps"]))
-    model, layout, system = (
-        {field: number[column] for field, column in columns.items() if column in number}
-        for columns in (MODEL, LAYOUT, SYSTEM)
-    )
-    workload = Workload(
-        number["seq"],
-        number["micro_batch"],
-        number["global_batch"] // (number["dp"] * number["micro_batch"]),
-        dtype="bfloat16",
-        flash_attention=row["attention"] == "flash",
-    )
-    system |= {name: row[name] for name in TEXTS}
-    system |= {
-        "tp_messages": tuple(map(int, row["tp_messages"].split())),
-        "hides_tp": row["tp_hidden"] == "backward",
-        "shares_in_node": row["sharding"] == "hybrid",
-        "repeats": (float(row["recompute_matmul"]), float(row["recompute_attention"])),
-    }
-    kind = {"hybrid": "parameters"}.get(row["sharding"], row["sharding"])
-    layout = Layout(**layout, pp_engine=row["engine"], sharding=kind)
-    return Setting(ModelConfig(**model), gpu, layout, workload, System(**system))
+        row["network"] = 1e9 / 8 * float(row["network_gbps"])
+    if "tp_messages" in row:
+        row["tp_messages"] = tuple(map(int, row["tp_messages"].split()))
+    if row["sharding"] == "hybrid":
+        row |= {"sharding": "parameters", "shares_in_node": True}
 
+    def of(kind: type) -> dict[str, object]:
+        return {f.name: row[f.name] for f in fields(kind) if f.name in row}
 
-# Columns by the fields that they fill, some with 0 and 1 for false and true.
-MODEL = {"vocab_size": "vocab", "hidden_size": "hidden", "intermediate_size": "intermediate"}
-MODEL |= {"num_hidden_layers": "layers", "num_attention_heads": "heads", "head_dim": "head_dim"}
-MODEL |= {"num_key_value_heads": "kv_heads", "tie_word_embeddings": "tied"}
-MODEL |= {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
-MODEL |= {"moe_intermediate_size": "expert_intermediate"}
-LAYOUT = {name: name for name in ("pp", "dp", "cp", "tp", "ep")}
-LAYOUT |= {"pp_chunks": "chunks", "sequence_parallel": "sp"}
-SYSTEM = {n: n for n in ("tp_gather_bytes", "gather_bytes", "mlp_matrices", "hides_gathers")}
-SYSTEM |= {"gradient_bytes": "grad_bytes", "is_fused": "fused", "hides_dp": "dp_hidden"}
-SYSTEM |= {"is_balanced": "balanced"}
-TEXTS = ("precision", "attention_kernel", "overlap", "reduces", "dispatcher", "expert_kernels")
-# Of columns that a file has not, or that are empty: what runs of tests/published_runs.csv do.
-DEFAULTS = {name: getattr(System(), name) for name in TEXTS} | {"tp_messages": "4 4"}
+    gpu, kinds = replace(GPUS[row["gpu"]], **of(Gpu)), (ModelConfig, Layout, Workload, System)
+    model_config, *others = (kind(**of(kind)) for kind in kinds)
+    return Setting(model_config, gpu, *others)
 
 
 def sweep(runs: list[Run]) -> list[Run]:
