@@ -67,8 +67,7 @@ class StepTime(LayerTimes):
         matrices = system.mlp_matrices
         self.owned = {k: LayerParameters.of(c, layout, k, matrices) for k in self.layers}
         # Whether sharded weights, once gathered in a step, are kept to its end.
-        once = system.reduces == "step" and layout.pp > 1
-        self.keeps_weights = system.gather_bytes == 0 or once
+        self.keeps_weights = system.reduces == "step" and layout.pp > 1
         self.loads: dict[Rank, Load] = {}
 
     def at(self, layout: Layout) -> "StepTime":
@@ -130,10 +129,9 @@ class StepTime(LayerTimes):
             parts["head"] = rank.head * self.head
             parts["tp"] += rank.head * self.head_messages
         vocabulary = c.vocab_size * c.hidden_size / self.layout.tp
-        further = rank.head * self.depths  # each has a projection, and they have an embedding
-        both = (rank.embedding or further) and rank.head == 1 and not c.tie_word_embeddings
+        both = rank.embedding and rank.head == 1 and not c.tie_word_embeddings
         ends = (1 + bool(both)) * bool(rank.embedding or rank.head) * vocabulary
-        others += ends + further * 2 * c.hidden_size**2
+        others += ends
         groups = [(self.dp_link, others), (self.expert_link, of_experts)]
         self.loads[rank] = Load(parts, forward, backward, groups)
         return self.loads[rank]
@@ -142,7 +140,7 @@ class StepTime(LayerTimes):
     def head(self) -> float:
         """lm_head and the loss: three products, and passes over the logits.
 
-        Once for each depth, with the projection of a prediction layer, whole on every tp rank.
+        Once for each depth; a prediction layer's projection and embedding are not counted.
         """
         c, E = self.config, self.config.hidden_size
         N = self.tokens * (1 + self.depths)
@@ -152,8 +150,6 @@ class StepTime(LayerTimes):
         moved = self.system.logit_bytes * N * whole
         if self.system.stripe_rows:  # the gradient of lm_head is read and written for each
             moved += 8 * V * E * N / rows
-        split = self.layout.tp if self.layout.sequence_parallel else 1  # each rank has its tokens
-        products += 3 * self.depths * self.matmul(self.tokens / split, 2 * E, E)
         return products + moved / self.memory_speed
 
     @property
@@ -184,7 +180,7 @@ class StepTime(LayerTimes):
     # Messages of data parallelism: what of them nothing hides.
 
     def gather(self, groups: list[tuple[Link, float]]) -> float:
-        width = self.system.gather_bytes or 2
+        width = self.system.gather_bytes
         return sum(over.message(width * elements) for over, elements in groups if elements)
 
     def reduce_scatter(self, groups: list[tuple[Link, float]]) -> float:
@@ -229,8 +225,7 @@ class StepTime(LayerTimes):
         gather = 0.0 if kind == "none" else self.gather(groups)
         hidden = backward if system.hides_dp else 0.0
         if kind == "parameters":
-            seconds = max(0.0, reduce - hidden) if system.reduces == "step" else 0.0
-            return seconds + (max(0.0, gather - forward) if self.keeps_weights else 0.0)
+            return max(0.0, reduce - hidden) if system.reduces == "step" else 0.0
         if not system.hides_gathers:
             return max(0.0, reduce + gather - hidden)
         # Nothing is left to hide the last bucket behind, or the embedding's gather.

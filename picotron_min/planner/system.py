@@ -38,7 +38,7 @@ class System:
     hides_dp: bool = True  # gradients' messages, behind the last backward
     hides_gathers: bool = False  # of updated weights, behind the next step's forward
     exposed_bucket: float = 0.0  # bytes of gradients that are sent last, behind nothing
-    # Of sharded parameters. 0 bytes: gathered once a step, and kept.
+    # Of sharded parameters.
     reduces: Literal["micro-batch", "step"] = "micro-batch"  # when gradients are added up
     gather_bytes: int = 2  # of a weight that is gathered
     # Of mixtures. fused: one kernel sends, permutes and sends once to each node (DeepEP); products
