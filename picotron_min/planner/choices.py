@@ -27,10 +27,10 @@ FILL = 0.92  # share of the memory that may be planned
 LIBRARY_BYTES = 1e9  # of CUDA and NCCL, on each GPU
 MOST_TP = 8  # also where more GPUs are in a node
 # What is chosen, by the names of Layout and Workload: where config.json has it.
-CHOICES = {axis: f"distributed.{axis}_size" for axis in ("tp", "cp", "pp", "dp", "ep", "etp")}
-_NAMES = ("sequence_parallel", "pp_engine", "pp_chunks", "cp_engine", "ep_engine", "sharding")
-CHOICES |= {name: f"distributed.{name}" for name in _NAMES}
-CHOICES |= {"recompute": "model.recompute", "micro_batch_size": "training.micro_batch_size"}
+_NAMES = "tp cp pp dp ep etp sequence_parallel pp_engine pp_chunks cp_engine ep_engine sharding"
+_NAMES += " recompute micro_batch_size"
+_HOMES = {where.partition(".")[2]: where for where in KEYS}
+CHOICES = {name: _HOMES[KEY.get(name, name)] for name in _NAMES.split()}
 
 
 @dataclass(frozen=True)
