@@ -4,8 +4,6 @@ import ast
 import functools
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGE = "picotron_min"
 
@@ -89,28 +87,26 @@ def room(path: Path) -> str:
     return alone.get(inner[0], "extension")
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_imports_only_what_it_may(path):
-    names = imports(ast.walk(tree(path)))
-    may = MAY_IMPORT.get(room(path), MAY_IMPORT["extension"])
-    outside = {"train", "exercises", "tests"} - may
-    assert not outside & {name.partition(".")[0] for name in names}
-    for other in files_of(names) if path.stem not in FREE else ():
-        is_own = other.parent == path.parent and room(path) != "core"
-        assert is_own or room(other) in may, f"{name_of(path)}: {name_of(other)}"
-    if name_of(path) in STANDARD_LIBRARY_ONLY:
-        assert not {name.split(".")[0] for name in names} & {"torch", "numpy", "pydantic"}
-
-
-def test_the_files_of_the_standard_library_alone_exist():
+def test_a_file_imports_only_what_it_may():
     assert set(map(name_of, FILES)) >= STANDARD_LIBRARY_ONLY
+    for path in FILES:
+        file, names = name_of(path), imports(ast.walk(tree(path)))
+        packages = {name.partition(".")[0] for name in names}
+        may = MAY_IMPORT.get(room(path), MAY_IMPORT["extension"])
+        assert not packages & ({"train", "exercises", "tests"} - may), file
+        for other in files_of(names) if path.stem not in FREE else ():
+            is_own = other.parent == path.parent and room(path) != "core"
+            assert is_own or room(other) in may, f"{file}: {name_of(other)}"
+        if file in STANDARD_LIBRARY_ONLY:
+            assert not packages & {"torch", "numpy", "pydantic"}, file
 
 
-@pytest.mark.parametrize("path", FILES + SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_of_heavy_packages_globals_and_the_environment_have_their_places(path):
-    if path.stem not in DRAWS:
-        assert not {name.split(".")[0] for name in imports(tree(path).body)} & HEAVY
-    for node in ast.walk(tree(path)):
-        assert not isinstance(node, ast.Global), f"global at line {node.lineno}"
-        if "/".join(path.parts[-2:]) not in ENVIRONMENT and isinstance(node, ast.Attribute):
-            assert node.attr not in ("environ", "getenv"), f"environment at line {node.lineno}"
+def test_imports_of_heavy_packages_globals_and_the_environment_have_their_places():
+    for path in FILES + SCRIPTS:
+        if path.stem not in DRAWS:
+            assert not {name.split(".")[0] for name in imports(tree(path).body)} & HEAVY, path
+        for node in ast.walk(tree(path)):
+            assert not isinstance(node, ast.Global), f"{path}: global at line {node.lineno}"
+            if "/".join(path.parts[-2:]) not in ENVIRONMENT and isinstance(node, ast.Attribute):
+                reads = node.attr in ("environ", "getenv")
+                assert not reads, f"{path}: environment at line {node.lineno}"
