@@ -52,7 +52,7 @@ def workplace(
 ) -> "Workplace":
     from tests.workplace import Workplace
 
-    pool.start()  # now, so that no time limit of a test has to include it
+    pool.run(1, int)  # starts the server now, so that no time limit of a test has to include it
     return Workplace(tmp_path_factory.mktemp("workplace"), shared_text, pool)
 
 

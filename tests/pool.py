@@ -51,7 +51,7 @@ GRACE = 1.0  # seconds after a failure in which the other ranks may report how i
 # torch._dynamo because the first optimizer of a process imports it, pytest because test modules do.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "train"]
 # What a run imports when it begins.
-PRELOAD += ["picotron_min.runtime.inputs", "picotron_min.runtime.reporter"]
+PRELOAD += ["picotron_min.runtime.inputs", "picotron_min.runtime.reporter", "tests.rows"]
 
 
 class RankFailed(Exception):
@@ -67,12 +67,6 @@ class Pool:
         self.context.set_forkserver_preload([*PRELOAD, *preload])
         self.folder = tempfile.TemporaryDirectory()
         self.workers: list[Worker] = []
-
-    def start(self) -> None:
-        """Start the server, unless it runs, and wait until it has imported its modules."""
-        first = self.context.Process(target=os.getpid)
-        first.start()
-        first.join()
 
     def run(
         self, world_size: int, function: Callable, *args: Any, timeout: float = 60.0

@@ -84,7 +84,6 @@ class Training:
         self.run = train.build_run(self.model, config.recipe, batches)
         self.data, self.skipped, self.optimizer = batches, self.run.skipped, self.run.optimizer
         self.parameters, self.chunks = self.model.parameters, self.model.pipeline.chunks
-        self.parts_of_whole = self.model.parts_of_whole
         self.saver = Saver(self.run, self.inputs, dist.new_group(backend="gloo"))
         fill_weights(self.run, self.inputs, self.saver.group)
         dist.barrier(self.saver.group)  # as train does
