@@ -20,17 +20,21 @@ from tests.assembled import make_config
 from tests.difference.changed import answer, functions_in
 
 TIED = {"tie_word_embeddings": True}
-BALANCED = {"num_local_experts": 4, "moe_aux_loss_coeff": 0.1}
-FURTHER = {"num_nextn_predict_layers": 2, "document_mask": True}
+FURTHER = {"model": {"num_nextn_predict_layers": 2, "document_mask": True}}
+FURTHER |= {"num_local_experts": 4, "moe_aux_loss_coeff": 0.1}  # and balanced
 EXPERTS = {"num_local_experts": 4, "scoring_func": "sigmoid", "moe_router_bias_update_rate": 0.1}
 GROUPS = {"num_local_experts": 8, "n_group": 4, "topk_group": 2}
-SHARDED = {"micro_batches": 2, "sharding": "parameters", "optimizer": "adamw"}
+SHARDED = {
+    "sequence_parallel": True,
+    "micro_batches": 2,
+    "sharding": "parameters",
+    "optimizer": "adamw",
+}
 # With the number of steps: AdamW in the second step has moments.
 RIGHT = {
     "zb_v": (1, {"pp": 2, "micro_batches": 2, "engine": "zb_v", "chunks": 2, "model": TIED}),
-    "ring, recompute": (1, {"cp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"}),
     "sharded experts": (2, {"dp": 2, "tp": 2, "ep": 2, "etp": 2, **SHARDED, **EXPERTS, **GROUPS}),
-    "further tokens, balanced": (1, {"pp": 2, "cp": 2, "model": FURTHER, **BALANCED}),
+    "further tokens, balanced": (1, {"pp": 2, "cp": 2, "recompute": "full", **FURTHER}),
 }
 
 
