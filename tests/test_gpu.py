@@ -22,10 +22,9 @@ from picotron_min.dry_run.run import dry_run
 from picotron_min.extensions.kernels import attention
 from picotron_min.extensions.kernels.attention import FLASH_CUDA
 from picotron_min.extensions.memory import offload
-from picotron_min.extensions.settings import Layout, ModelConfig
+from picotron_min.extensions.settings import ModelConfig
 from picotron_min.layout import STRIPE_ROWS
 from picotron_min.loss import head_loss, stripe_loss
-from picotron_min.planner.memory import memory_per_rank
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.failures import RankMonitor
 from picotron_min.runtime.launch import Launch, compute_deterministically, set_environment
@@ -52,7 +51,7 @@ def test_a_checkpoint_is_copied_from_the_gpu_with_one_wait():
     with as_on_a_gpu() as mode, Recorder("cuda", mode) as recorder, stream as stream:
         tensors = {name: torch.ones(3, device=FAKE_GPU) for name in "abc"}
         for copy in saver._copy(tensors).values():
-            assert copy.is_cpu and copy.is_page_locked
+            assert copy.device.type == "cpu" and copy.is_page_locked
     assert not recorder.waits and stream().synchronize.call_count == 1
 
 
@@ -160,23 +159,6 @@ def test_deterministic_steps_give_the_same_bits_twice(gpu_process, compile):
         assert all(map(torch.equal, *weights))
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("less", [{"recompute": "full", "offload": 3}, {"recompute": "full"}])
-def test_as_much_less_memory_is_used_on_a_gpu_as_planned(gpu_process, less):
-    work, peaks, plans = Work(Preset("tiny", 2048, tokens=8192), gpu_process), [], []
-    for options in ({}, less):
-        workload = replace(work.workload(4), **options)
-        run = gpu.our_run(work, workload)
-        train_step(run, 0)
-        torch.cuda.reset_peak_memory_stats()
-        train_step(run, 1)
-        peaks.append(torch.cuda.max_memory_allocated())
-        plans.append(memory_per_rank(work.model_config, Layout(), workload).total)
-        del run
-        gpu.clean_up(gpu_process)
-    assert peaks[0] - peaks[1] == pytest.approx(plans[0] - plans[1], rel=0.2)
 
 
 @pytest.mark.gpu

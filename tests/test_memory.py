@@ -26,7 +26,6 @@ ROWS = """
 0.01 sharding: dp=2 sharding=layerwise muon moments=bfloat16
 0.05 schedules: pp=2 m=4 engine=interleaved layers=6 tie_word_embeddings
 0.02 schedules: pp=2 m=4 engine=zb_h1 layers=4 dtype=bfloat16
-0.03 schedules: pp=2 m=4 engine=zb_v layers=6
 0.03 experts: dp=2 tp=2 ep=2 etp=2 sharding=optimizer moe_router_force_load_balancing model=gated
 0.05 experts: tp=2 ep=2 sp padded model=softmax
 0.03 precision: dp=2 fp8 fp8_skip=1 sharding=parameters layers=4

@@ -10,7 +10,7 @@ from tests.training import config_of
 
 # Layers of Llama-3.1-8B, so few that a case takes seconds.
 MODEL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-MODEL |= {"num_key_value_heads": 8, "vocab_size": 32000, "num_hidden_layers": 4}
+MODEL |= {"num_key_value_heads": 8, "vocab_size": 32000, "num_hidden_layers": 2}
 WORK = {"dtype": "bfloat16", "seq_length": 4096, "max_position_embeddings": 4096}
 WORK |= {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
 EXPERTS = "num_local_experts=8 moe_intermediate_size=14336"
@@ -20,12 +20,13 @@ ROWS = f"""
 0 dtype=float32
 1 tp=4 sp
 1 cp=4 ulysses recompute=selective
-0 pp=4 gradient_accumulation_steps=8 recompute=selective
-3 pp=4 gradient_accumulation_steps=8
-0 pp=4 gradient_accumulation_steps=8 pp_engine=zb_v pp_chunks=2 num_hidden_layers=8
+0 pp=2 gradient_accumulation_steps=4 num_hidden_layers=4 recompute=selective
+3 pp=4 gradient_accumulation_steps=4 num_hidden_layers=4
+0 pp=2 gradient_accumulation_steps=4 num_hidden_layers=4 pp_engine=zb_v pp_chunks=2
+0 offload=2 recompute=full num_hidden_layers=4
 0 dp=8 sharding=gradients
-0 dp=8 sharding=parameters recompute=full
-0 fp8 recompute=full
+0 dp=8 sharding=parameters recompute=full num_hidden_layers=4
+0 fp8 recompute=full num_hidden_layers=4
 5 tp=2 dp=4 ep=4 {EXPERTS} sharding=optimizer recompute=full
 """
 
