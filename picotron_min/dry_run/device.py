@@ -100,7 +100,6 @@ def pinned(x: Tensor) -> Tensor:  # not by empty_like, which fails on the consta
 STAND_INS = [
     (Tensor, "_make_subclass", staticmethod(as_meta)),
     (FakeTensor, "is_cuda", property(lambda tensor: tensor.fake_device.type == "cuda")),
-    (FakeTensor, "is_cpu", property(lambda tensor: tensor.fake_device.type == "cpu")),
     # One wait, not one for each number: all are the same.
     (FakeTensor, "tolist", lambda x: np.full(x.shape, x.flatten()[0].item()).tolist()),
     (Tensor, "pin_memory", pinned),
@@ -113,5 +112,5 @@ STAND_INS = [
     (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
     (torch.cuda, "is_bf16_supported", lambda *_: True),
     (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),  # else autocast is off
-    *((torch.cuda, name, mock.MagicMock()) for name in ("Stream", "current_stream", "stream")),
+    *((torch.cuda, name, mock.MagicMock()) for name in ("Stream", "current_stream")),
 ]

@@ -60,8 +60,8 @@ def batches_of(config: Config, rank: int) -> SimpleNamespace:
 
 def shortened(config: Config) -> Config:
     """The config with fewer micro-batches, if more than those only repeat what they do."""
-    layout, m = config.layout, config.training.gradient_accumulation_steps
-    alive = layout.schedule.live_activations(0, layout.pp, m, layout.pp_chunks)  # AFAB: all m
-    few = min(m, layout.pp * (2 + -(-alive // layout.pp)))
-    training = config.training.model_copy(update={"gradient_accumulation_steps": few})
-    return config.model_copy(update={"training": training})
+    key, layout = "gradient_accumulation_steps", config.layout
+    if layout.pp_engine == "afab":  # which has all of them in memory
+        return config
+    few = min(getattr(config.training, key), 4 * layout.pp)
+    return config.model_copy(update={"training": config.training.model_copy(update={key: few})})
