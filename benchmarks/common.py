@@ -1,13 +1,13 @@
 """What the benchmarks share: a check of equal work, equal weights, facts of the machine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from picotron_min.extensions.settings import ModelConfig
 from picotron_min.initialise import initial_std, initial_weight
@@ -64,12 +64,17 @@ def initial_weights(model_config: ModelConfig, seed: int) -> Iterator[tuple[str,
         yield name, initial_weight(name, shape, seed, initial_std(name, num_layers))
 
 
-def profile(step: Step, order: str = "self_cpu_time_total", trace: str = "") -> str:
-    """The operations that take most time in two steps; their Chrome trace goes to a file."""
-    step(0)  # makes the optimizer's state, and compiles
-    with torch.profiler.profile() as profiler:  # of a GPU as well, where there is one
-        step(1)
-        step(2)
-    if trace:
-        profiler.export_chrome_trace(trace)
-    return profiler.key_averages().table(sort_by=order, row_limit=25)
+def fill(parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Names are the same in all contenders: those of Hugging Face."""
+    for name, weight in weights:
+        parameters[name].data.copy_(weight)
+
+
+def transformers_model(model_config: ModelConfig) -> nn.Module:
+    """Hugging Face's, with SDPA attention."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from picotron_min.runtime.architectures import to_hf  # needs pydantic
+
+    shape = AutoConfig.for_model(**to_hf(model_config))
+    return AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # measure this copy, installed or not
 
+from benchmarks.common import transformers_model
 from picotron_min.dry_run.device import GPU, as_on_a_gpu, attention
 from picotron_min.dry_run.recorder import Recorder
 from picotron_min.dry_run.run import dry_run
-from picotron_min.runtime.architectures import to_hf
 from picotron_min.runtime.config import Config
 from picotron_min.runtime.config_checks import resolve_model
 from picotron_min.runtime.config_file import parse_config
@@ -82,8 +82,6 @@ def part() -> str:
 
 def trained_by_transformers(config: Config) -> Recorder:
     """Its model, autocast, loss and clipping as in its Trainer, without what that reports."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     cast = {}  # fake tensors know no autocast, which casts a weight once a micro-batch
 
     def linear(module: nn.Linear, x: Tensor) -> Tensor:
@@ -105,8 +103,7 @@ def trained_by_transformers(config: Config) -> Recorder:
         Recorder("cuda", mode, part) as recorder,
         torch.device(GPU),
     ):
-        shape = AutoConfig.for_model(**to_hf(resolve_model(config)))
-        model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
+        model = transformers_model(resolve_model(config))
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters, fused=True)
         sum(parameter.sum() for parameter in parameters).backward()

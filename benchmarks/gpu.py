@@ -195,18 +195,27 @@ def measure(
 def make_step(who: str, work: Work, size: int) -> Step:
     if who == ALONE:
         return products_alone(make_step("picotron-min", work, size), work.device)
-    build = transformers_model if who.startswith(PEER) else picotron_min
-    return build(work, work.workload(size, compile=who.endswith(" compiled")))
+    workload = work.workload(size, compile=who.endswith(" compiled"))
+    if who.startswith(PEER):
+        return transformers_model(work, workload)
+    return our_step(our_run(work, workload))
 
 
 PROFILED = "picotron-min compiled"
 
 
 def profile(work: Work, size: int, trace: Path) -> str:
+    """The operations that take most time in two steps; their Chrome trace goes to a file."""
     trace.parent.mkdir(parents=True, exist_ok=True)
     clean_up(work.device)
+    step = make_step(PROFILED, work, size)
+    step(0)  # makes the optimizer's state, and compiles
+    with torch.profiler.profile() as profiler:
+        step(1)
+        step(2)
+    profiler.export_chrome_trace(str(trace))
     order = f"self_{work.device.type.replace('cuda', 'device')}_time_total"
-    return common.profile(make_step(PROFILED, work, size), order, str(trace))
+    return profiler.key_averages().table(sort_by=order, row_limit=25)
 
 
 def fastest(who: str, work: Work, make: Callable, sizes: list[int], steps: int) -> Result:
@@ -259,28 +268,17 @@ def weights_of(model: str) -> dict[str, Tensor]:
 def our_run(work: Work, workload: Workload) -> Run:
     axes = build_axes(work.device, Layout())
     model = build_model(work.model_config, Layout(), workload, axes, work.device)
-    for name, parameter in model.parameters.items():
-        parameter.data.copy_(weights_of(work.preset.model)[name])
+    common.fill(model.parameters, weights_of(work.preset.model).items())
     model.weights_changed()
     return build_run(model, RECIPE, work.data(workload))
 
 
-def picotron_min(work: Work, workload: Workload) -> Step:
-    return our_step(our_run(work, workload))
-
-
 def transformers_model(work: Work, workload: Workload) -> Step:
-    """Hugging Face's model with SDPA, in the loop that its users write, and their loss."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from picotron_min.runtime.architectures import to_hf  # needs pydantic
-
-    device, shape, data = work.device, to_hf(work.model_config), work.data(workload)
-    config = AutoConfig.for_model(**shape)
+    """Hugging Face's model, in the loop that its users write, and their loss."""
+    device, data = work.device, work.data(workload)
     with device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(weights_of(work.preset.model)[name])
+        model = common.transformers_model(work.model_config)
+    common.fill(dict(model.named_parameters()), weights_of(work.preset.model).items())
     if work.preset.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     head_loss = linear_cross_entropy

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.common import Done, Step, initial_weights
+from benchmarks import common
+from benchmarks.common import Done, Step
 from benchmarks.ours import CPU, Place
 from picotron_min.collectives import all_reduce
 from picotron_min.costs import layers_of_stages
@@ -26,7 +27,6 @@ from picotron_min.data import Batch
 from picotron_min.model import Llama
 from picotron_min.optimizer import build_optimizer
 from picotron_min.pipeline_parallel import keep_stage, my_stages
-from picotron_min.runtime.architectures import to_hf
 
 Loss = Callable[[nn.Module, Batch, Tensor], Tensor]
 
@@ -88,19 +88,14 @@ def eager_loop(place: Place, model: nn.Module, mean_loss: Loss = our_loss) -> St
 
 def fill(model: nn.Module, place: Place) -> nn.Module:
     """Copy the weights that all contenders start from, one at a time: memory is measured."""
-    parameters = dict(model.named_parameters())
-    # Names are the same in all: those of Hugging Face.
-    for name, weight in initial_weights(place.model_config, place.config.training.seed):
-        parameters[name].data.copy_(weight)
+    weights = common.initial_weights(place.model_config, place.config.training.seed)
+    common.fill(dict(model.named_parameters()), weights)
     return model
 
 
 def transformers_model(place: Place) -> Step:
-    """Hugging Face's model and loss, SDPA attention, in the eager loop that its users write."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(**to_hf(place.model_config))
-    model = fill(AutoModelForCausalLM.from_config(config), place)
+    """Hugging Face's model and loss, in the eager loop that its users write."""
+    model = fill(common.transformers_model(place.model_config), place)
     return eager_loop(place, model, transformers_loss)
 
 
