@@ -8,7 +8,7 @@ from torch import nn
 
 from picotron_min import layout
 from picotron_min.extensions.settings import Layout, Recipe
-from picotron_min.optimizer import build_optimizer, learning_rate_at, measure_gradient
+from picotron_min.optimizer import learning_rate_at, measure_gradient
 from picotron_min.placement import Placement, placements
 
 RECIPE = Recipe(
@@ -36,16 +36,6 @@ def test_known_rates_of_each_schedule():
     values = rates(schedule="wsd")
     assert set(values[4:17]) == {1.0} and values[17:] == pytest.approx([0.775, 0.55, 0.325])
     assert rates(schedule="wsd", warmup_steps=18)[18:] == pytest.approx([1.0, 0.55])
-
-
-def test_only_matrices_decay():
-    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.LayerNorm(2, bias=False))
-    for parameter in model.parameters():
-        parameter.data.fill_(1.0)
-        parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(model.parameters(), Recipe("adamw", 0.5, weight_decay=0.1)).step()
-    torch.testing.assert_close(model[0].weight.detach(), torch.full((2, 3), 0.95))
-    assert torch.equal(model[1].weight, torch.ones(2))
 
 
 def test_the_gradient_norm_and_zeros_count_each_element_of_the_model_once():
