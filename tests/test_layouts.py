@@ -25,12 +25,12 @@ core: dp=2 pp=2 tp=2 m=2 overlap=false engine=afab model=tied
 -
 core: tp=4 sp overlap=false model=tied
 core: cp=4 overlap=false model=grouped-query
-core: cp=3 tp=2 overlap=false model=tied
+core: cp=3 tp=2 overlap=false use_flash_attention=false model=tied
 core: pp=4 m=2 overlap=false
 core: pp=3 m=6 overlap=false engine=afab model=tied
 core: pp=2 pp_layers=[1,3] layers=4 overlap=false model=tied
 core: dp=8 m=3 overlap=false
-core: dp=3 overlap=false use_flash_attention=false
+core: dp=3 overlap=false
 """
 EXTENSIONS = """
 documents: pp=2 cp=2 sharding=gradients recompute=full mask
@@ -140,8 +140,13 @@ def test_every_choice_has_a_row():
             assert name in APART or not absent, f"no row has {name}"
 
 
-def test_the_reference_run_learns_and_clips(pool):
-    reference = whole_run(pool, *row("core: "), steps=3)
-    assert reference.losses[-1] < reference.losses[0]
-    norm = np.sqrt(sum((gradient**2).sum() for gradient in reference.gradients.values()))
-    assert min(reference.norms) > 0.5 and norm == pytest.approx(0.5, abs=1e-5)
+@pytest.mark.parametrize("text", ["tp=2 sp", "tp=2 overlap=false", "cp=2"])
+def test_two_ranks_err_little_more_than_one_in_bfloat16(pool, text):
+    texts = "dtype=float64", "dtype=bfloat16", f"dtype=bfloat16 {text}"
+    exact, one_rank, ours = (
+        whole_run(pool, *row(f"core: {text} layers=1 grad_clip=null"), steps=1, atol=1e-5).gradients
+        for text in texts
+    )
+    for name, gradient in exact.items():
+        errors = [np.linalg.norm(of[name] - gradient) for of in (ours, one_rank)]
+        assert 0 < errors[0] < 2 * errors[1], name

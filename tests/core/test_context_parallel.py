@@ -1,4 +1,4 @@
-"""The splits, the blocks, the ring and Ulysses; whole training runs are in test_layouts.py."""
+"""Splits, kernels, and the order in the ring; that ranks train as one is in test_layouts.py."""
 
 import itertools
 from functools import partial
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from picotron_min import collectives
 from picotron_min.attention import SOFTMAX, Kernel, SoftmaxAttention, attend_block, merge_blocks
-from picotron_min.collectives import Axis
-from picotron_min.context_parallel import POSITIONS, RingAttention, UlyssesAttention
+from picotron_min.context_parallel import POSITIONS, RingAttention
 from picotron_min.extensions.kernels.attention import (
     FLASH_CPU,
     FLASH_CUDA,
@@ -22,26 +21,18 @@ from picotron_min.extensions.kernels.attention import (
 )
 from picotron_min.extensions.settings import Layout
 from picotron_min.mesh import build_axes
-from picotron_min.model import FlashAttention
 
 KERNELS = {"flash": FLASH_CPU, "softmax": SOFTMAX, "flash on GPUs": FLASH_CUDA}
 CPU, HALF = torch.device("cpu"), torch.bfloat16
-
-
-def whole_sequence(parts: list[Tensor], positions: list[Tensor], dim: int) -> Tensor:
-    """The inverse of the split: the ranks' parts of a sequence, in order."""
-    return torch.cat(parts, dim).index_select(dim, torch.cat(positions).argsort())
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("engine", POSITIONS)
 def test_the_parts_of_a_sequence_make_it_whole_again(engine):
     for size, length in ((1, 7), (2, 48), (3, 48), (8, 48)):
-        sequence = torch.randn(2, length, 3)
-        positions = [POSITIONS[engine](rank, size, length) for rank in range(size)]
-        parts = [sequence[:, p] for p in positions]
-        assert all(part.shape == (2, length // size, 3) for part in parts)
-        assert torch.equal(whole_sequence(parts, positions, dim=1), sequence)
+        positions = [POSITIONS[engine](rank, size, length).tolist() for rank in range(size)]
+        assert {len(part) for part in positions} == {length // size}
+        assert sorted(itertools.chain(*positions)) == list(range(length))
     with pytest.raises(AssertionError, match="positions in"):
         POSITIONS["ring"](0, 2, 10)
 
@@ -63,40 +54,18 @@ def test_merging_does_not_overflow_where_exponents_would():
     torch.testing.assert_close(out, large[0])
 
 
-def cp_axis() -> Axis:
-    return build_axes(CPU, Layout(cp=torch.distributed.get_world_size())).cp
-
-
-def attend_in_parts(
-    engine: str, kernel: str, shape: tuple, dtype=torch.float64, device="cpu"
-) -> tuple:
-    """This rank's part of out, dq, dk, dv; and its positions."""
-    axis = cp_axis()
-    positions = POSITIONS[engine](axis.rank, axis.size, shape[-1])
-    inputs = [x[:, :, positions].to(device) for x in random_qkv(*shape, dtype)]
-    if engine == "ring":
-        attention = RingAttention(axis, KERNELS[kernel])
-    else:
-        inner = FlashAttention() if kernel == "flash" else SoftmaxAttention()
-        attention = UlyssesAttention(axis, inner)
-    return *(x.cpu() for x in with_gradients(attention, *inputs)), positions
-
-
-def assemble(parts: list[tuple]) -> list[Tensor]:
-    *tensors, positions = zip(*parts, strict=True)
-    return [whole_sequence(list(x), list(positions), dim=2) for x in tensors]
-
-
 def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv"""
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
-def full_attention(shape: tuple, dtype=torch.float64, rounded_to=torch.float64) -> list[Tensor]:
-    """out, dq, dk, dv on one rank by torch's own, from inputs of some precision."""
-    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    return with_gradients(attend, *(x.to(dtype) for x in random_qkv(*shape, rounded_to)))
+def assert_near_torchs(found: list[Tensor], inputs: list[Tensor], error: float, is_causal=True):
+    attend = partial(F.scaled_dot_product_attention, is_causal=is_causal, enable_gqa=True)
+    exact = with_gradients(attend, *(x.double() for x in inputs))
+    for ours, expected in zip(found, exact, strict=True):
+        assert (ours - expected).norm() < error * expected.norm()
 
 
 CHOSEN = """
@@ -135,44 +104,31 @@ def test_repeated_attention_is_in_float32_and_needs_no_grouped_queries():
     (call,) = calls.call_args_list
     assert {(x.dtype, x.shape) for x in call.args} == {(torch.float32, inputs[0].shape)}
     assert call.kwargs == {"is_causal": True} and found[0].dtype == HALF
-    for ours, exact in zip(found, full_attention((2, 6, 2, 24), rounded_to=HALF), strict=True):
-        assert (ours - exact).norm() < 0.004 * exact.norm()
+    assert_near_torchs(found, inputs, 0.004)
 
 
-# Ranks, then batch, query heads, key-value heads and length: one is longer than a kernel's tile.
-SHAPES = [(1, (2, 4, 2, 16)), (4, (3, 8, 2, 16)), (3, (2, 9, 3, 12)), (4, (1, 4, 1, 264))]
+@pytest.mark.parametrize("attention", [CpuAttention, SoftmaxAttention])
+@pytest.mark.parametrize("length", [24, 272, 1024])  # backward in 1, 2 and 8 triangles
+def test_attention_equals_torchs(attention, length):
+    inputs = random_qkv(1, 6, 2, length)
+    assert_near_torchs(with_gradients(attention(), *inputs), inputs, 1e-12)
 
 
-@pytest.mark.parametrize("engine,kernel", list(itertools.product(POSITIONS, ("flash", "softmax"))))
-def test_both_engines_equal_full_attention(pool, engine, kernel):
-    for ranks, shape in SHAPES:
-        parts = assemble(pool.run(ranks, attend_in_parts, engine, kernel, shape))
-        for ours, expected in zip(parts, full_attention(shape), strict=True):
-            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("length", [272, 1024])  # 2 and 8 triangles
-def test_a_backward_in_parts_equals_torchs(length):
-    inputs = random_qkv(2, 6, 2, length)
-    found = (with_gradients(attend, *inputs) for attend in (CpuAttention(), FlashAttention()))
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-
-
-GPU = pytest.param("ring", "flash on GPUs", "cuda:0", 1.5, marks=pytest.mark.gpu)
-
-
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
-    "engine,kernel,device,most", [(engine, "flash", "cpu", 1.01) for engine in POSITIONS] + [GPU]
+    "kernel,dtype,device,error",
+    [
+        ("flash", torch.float64, "cpu", 1e-12),
+        ("softmax", torch.float64, "cpu", 1e-12),
+        pytest.param("flash on GPUs", HALF, "cuda", 0.01, marks=pytest.mark.gpu),
+    ],
 )
-def test_bfloat16_errs_no_more_than_torch_does_on_one_rank(pool, engine, kernel, device, most):
-    shape = (2, 8, 2, 256)
-    exact = full_attention(shape, rounded_to=HALF)
-    theirs = full_attention(shape, dtype=HALF, rounded_to=HALF)
-    ours = assemble(pool.run(2, attend_in_parts, engine, kernel, shape, HALF, device))
-    for ours_of, torchs, exactly in zip(ours, theirs, exact, strict=True):
-        error, torch_error = ((x - exactly).norm() / exactly.norm() for x in (ours_of, torchs))
-        assert error <= most * torch_error < 0.01
+def test_a_kernel_of_the_ring_equals_torchs(kernel, dtype, device, error, is_causal):
+    inputs = [x.to(device) for x in random_qkv(2, 6, 2, 264, dtype)]
+    q, k, v, gradient = inputs
+    out, lse = KERNELS[kernel].attend(q, k, v, is_causal)
+    gradients = KERNELS[kernel].backward(gradient, q, k, v, out, lse, is_causal)
+    assert_near_torchs([out, *gradients], inputs, error, is_causal)
 
 
 def order_of_events() -> list[str]:
@@ -186,7 +142,7 @@ def order_of_events() -> list[str]:
     inputs = [x[:, :, :6] for x in random_qkv(1, 2, 2, 18)]
     messages = {"__init__": logged("send", shift.__init__), "wait": logged("wait", shift.wait)}
     with mock.patch.multiple(shift, **messages):
-        with_gradients(RingAttention(cp_axis(), kernel), *inputs)
+        with_gradients(RingAttention(build_axes(CPU, Layout(cp=3)).cp, kernel), *inputs)
     return events
 
 
