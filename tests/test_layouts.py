@@ -21,7 +21,7 @@ core: cp=2 tp=2 m=2 overlap=false ulysses model=grouped-query
 core: dp=2 tp=2 m=3 sp overlap=false model=tied
 core: dp=2 cp=2 overlap=false ulysses
 core: pp=2 cp=2 tp=2 m=3 sp overlap=false model=grouped-query
-core: dp=2 pp=2 tp=2 m=2 overlap=false engine=afab model=tied
+core: dp=2 pp=2 m=2 overlap=false engine=afab model=tied
 -
 core: tp=4 sp overlap=false model=tied
 core: cp=4 overlap=false model=grouped-query
@@ -33,7 +33,6 @@ core: dp=8 m=3 overlap=false
 core: dp=3 overlap=false
 """
 EXTENSIONS = """
-documents: pp=2 cp=2 sharding=gradients recompute=full mask
 documents: pp=2 cp=2 m=2 engine=afab sharding=layerwise packed model=grouped-query
 experts: cp=2 tp=2 ulysses sharding=layerwise recompute=full ep=2 etp=2 mask model=sigmoid
 experts: cp=2 tp=2 m=2 sp ep=2 allgather aux model=gated
@@ -53,43 +52,38 @@ experts: pp=2 cp=2 engine=zb_v sharding=layerwise recompute=selective model=sigm
 experts: dp=2 pp=2 m=2 engine=zb_h1 sharding=optimizer ep=2 allgather model=gated
 experts: pp=2 tp=2 sp tp_overlap engine=interleaved recompute=full mask model=softmax
 experts: dp=2 m=2 sharding=gradients etp=2 dropping model=sigmoid
-experts: dp=2 m=3 ep=2 padded model=sigmoid
+experts: dp=2 m=3 sharding=parameters ep=2 padded model=sigmoid
 experts: dp=2 m=2 sharding=layerwise etp=2 allgather dropping_last model=softmax
-experts: dp=2 sharding=parameters model=sigmoid
 families: dp=2 pp=2 m=2 sharding=optimizer recompute=full tie_word_embeddings=true model=families
 families: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=families
 families: pp=2 cp=2 engine=interleaved ulysses packed model=families
 families: pp=2 tp=2 sp tp_overlap engine=zb_h1 model=families
 families: pp=2 cp=2 engine=zb_v sharding=layerwise model=families
 multi_token: cp=2 tp=2 sp tp_overlap ulysses sharding=optimizer packed muon model=depths
-multi_token: pp=2 cp=2 m=3 engine=zb_h1 sharding=gradients mask model=depths
-multi_token: cp=2 tp=2 sp tp_overlap sharding=layerwise recompute=full model=depths
+multi_token: pp=2 cp=2 m=3 engine=zb_h1 sharding=gradients recompute=full mask model=depths
 optimizers: pp=2 tp=2 m=2 engine=zb_h1 recompute=selective packed muon model=tied
 optimizers: dp=2 tp=2 m=2 sp tp_overlap sharding=parameters recompute=selective muon
 post_norm: cp=2 tp=2 sp tp_overlap sharding=gradients mask muon model=post-norm
 post_norm: pp=2 tp=2 sp tp_overlap engine=zb_v sharding=layerwise model=post-norm
 post_norm: dp=2 tp=2 sharding=parameters recompute=selective model=post-norm
-schedules: pp=2 tp=2 sp tp_overlap engine=zb_v model=grouped-query
 sharding: dp=2 cp=2 m=2 ulysses sharding=gradients recompute=full model=tied
 sharding: dp=2 pp=2 engine=zb_h1 sharding=parameters recompute=full model=grouped-query
 sharding: pp=2 cp=2 engine=afab ulysses sharding=gradients model=grouped-query
 sharding: dp=2 pp=2 engine=interleaved sharding=parameters model=tied
-sharding: dp=2 sharding=layerwise model=tied
 -
 documents: cp=4 ulysses mask
-documents: cp=3 m=2 packed model=tied
+documents: cp=3 m=2 sharding=layerwise packed model=tied
 experts: dp=4 tp=2 ep=4 etp=2 model=sigmoid
 experts: cp=2 tp=2 ep=4 moe_router_force_load_balancing moe_z_loss_coeff=0.01 model=softmax
 experts: dp=2 pp=2 ep=2 allgather moe_router_force_biased=-2 model=softmax
 experts: tp=4 sp tp_overlap etp=4 recompute=full model=gated
 experts: dp=2 pp=3 m=3 ep=2 pp_layers=[1,2,1] layers=4 mlp_only_layers=[1,2] model=softmax
-multi_token: dp=2 pp=2 m=2 engine=zb_v tie_word_embeddings model=depths
-multi_token: dp=2 tp=2 overlap=false model=depths
+multi_token: dp=2 pp=2 m=2 engine=zb_v sharding=layerwise tie_word_embeddings model=depths
+multi_token: tp=2 overlap=false model=depths
 optimizers: dp=4 sharding=optimizer intermediate_size=6 muon
 optimizers: dp=2 tp=4 ep=2 etp=2 sharding=optimizer muon model=softmax
 optimizers: dp=2 tp=2 m=3 sp sharding=gradients adamw
 overlap: tp=4 sp tp_overlap model=tied
-precision: dp=2 fp8 layers=3 model=grouped-query
 precision: pp=2 m=2 fp8 fp8_skip=1 layers=4
 precision: pp=2 m=3 engine=zb_h1 recompute=selective fp8
 precision: dp=2 recompute=full sharding=parameters fp8 layers=3
