@@ -7,11 +7,11 @@ all-reduce a parameter after backward would do. It has two faults, which buckets
     one by one                                                     [3][2][1][0]
     in buckets                    [ 3 + 2 ]             [ 1 + 0 ]
 
-Many small messages cost latency, so gradients lie side by side in a few flat buffers, and a buffer
-is one message. And the network idles while backward computes, so a bucket is sent as soon as its
-last gradient has arrived. Gradients are summed, never averaged: the step divides once by the number
-of target tokens in the global batch. Context-parallel ranks, too, see other tokens with the same
-weights: the axis is (dp, cp).
+Many small messages cost latency, so gradients lie side by side in a few flat buffers of
+BUCKET_BYTES (layout.py), and a buffer is one message. And the network idles while backward
+computes, so a bucket is sent as soon as its last gradient has arrived. Gradients are summed, never
+averaged: the step divides once by the number of target tokens in the global batch. Context-parallel
+ranks, too, see other tokens with the same weights: the axis is (dp, cp).
 
 Cost: a step sends 2 (n-1)/n of the gradients' bytes, however many micro-batches there are. Source:
 Li et al. 2020, "PyTorch Distributed", section 3.2. In production: `DistributedDataParallel`.

@@ -1,7 +1,8 @@
 """Loss: cross entropy without storing the logits, also if the vocabulary is split over ranks.
 
 The logits of 8k tokens and a vocabulary of 128k are 4 GB in float32, and so is their gradient. The
-loss of a token needs only its own row of logits, however, so rows are taken in stripes:
+loss of a token needs only its own row of logits, however, so rows are taken in stripes, of
+STRIPE_ROWS (layout.py):
 
               V = vocabulary
          +---------------------+

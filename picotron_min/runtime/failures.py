@@ -1,7 +1,7 @@
 """Failures: when a rank fails, one rank prints one message with the reason, and all ranks exit.
 
 The other ranks see only a closed connection or a timeout. So each rank leaves notes in the store
-that all share:
+that all share, and by heartbeats shows that it is alive:
 
     rank 0   step 7   88 heartbeats   failed    its wait for rank 1 raised an error
     rank 1   step 7   86 heartbeats             and no more: it was killed, or it hangs

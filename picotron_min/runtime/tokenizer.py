@@ -18,7 +18,7 @@ class BytesTokenizer:
     bos_token_id, adds, checksum = None, (), "of bytes"  # as below
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, unsigned, with no special tokens added."""
+        """The ids of each text, unsigned, with no special tokens; token_file.py gives BATCH."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def save(self, folder: Path) -> None:
