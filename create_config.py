@@ -43,6 +43,7 @@ def create(arguments: list[str] | None) -> None:
     """Write the config and print what it means."""
     parser = build_parser()
     flags = parser.parse_args(arguments)
+    # A key keeps the dot of its section: the flags of this program have none.
     has_keys = any("." in name for name in vars(flags))
     if (flags.check and has_keys) or (not flags.check and not (flags.out_dir and flags.exp_name)):
         parser.error("give --out_dir, --exp_name and flags, or --check FILE alone")
