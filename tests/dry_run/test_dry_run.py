@@ -93,7 +93,7 @@ def peak_on_a_cpu(config: Config, tensors: AbstractContextManager) -> int:
     return recorder.peak
 
 
-@pytest.mark.parametrize("words", ["dtype=bfloat16 dp=2", "m=2 recompute=full model=depths"])
+@pytest.mark.parametrize("words", ["dtype=bfloat16 dp=2", "recompute=full model=depths"])
 def test_the_recorder_counts_the_same_bytes_of_fake_and_of_real_tensors(words):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 2048}
     config, _ = row(f"core: {words}", **{"dtype": "float32"} | sizes)

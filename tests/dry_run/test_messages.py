@@ -19,7 +19,6 @@ from train import train_step
 
 PIPELINE = "core: pp=2 tp=2 m=3 model=tied"
 REAL = f"""
-core: dp=2 model=tied optimizer=muon
 {PIPELINE}
 core: cp=2 m=2
 experts: dp=2 ep=2 padded model=softmax

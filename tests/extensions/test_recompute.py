@@ -38,8 +38,7 @@ def eager_and_compiled(text: str) -> tuple:
 # Graphs of a run: one for all layers, one for the loss, one for prediction layers; with messages,
 # experts or a queue inside a layer as many as lie between these, but not as many for every layer.
 GRAPHS = """
-2 memory: m=2 recompute=full dtype=bfloat16 model=grouped-query
-3 multi_token: dp=2 m=2 sharding=parameters model=depths
+3 multi_token: dp=2 m=2 sharding=parameters recompute=full dtype=bfloat16 model=depths
 8+ experts: tp=2 sp tp_overlap ep=2 recompute=selective global_aux model=softmax post_norm
 """
 
