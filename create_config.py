@@ -9,6 +9,7 @@ written, nothing deleted, no other file overwritten without --force, and the net
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -34,9 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         create(arguments)
         return 0
-    except (OSError, ValueError) as error:  # a line for each problem
-        print("error: " + str(error).replace("\n", "\nerror: "), file=sys.stderr)
-        return 2
+    except OSError as error:
+        problems = f"cannot write {error.filename}: {error.strerror}"
+    except ValueError as error:
+        problems = str(error)  # a line for each
+    print("error: " + problems.replace("\n", "\nerror: "), file=sys.stderr)
+    return 2
 
 
 def create(arguments: list[str] | None) -> None:
@@ -53,11 +57,11 @@ def create(arguments: list[str] | None) -> None:
         return describe(config, flags.gpu, flags.check)
     path = folder_of(flags) / "config.json"
     text = json.dumps(raw, indent=4) + "\n"
-    if path.exists() and path.read_text() != text and not flags.force:
+    if not flags.force and path.exists() and path.read_bytes() != text.encode():
         remedy = "choose another --exp_name, or add --force to overwrite it"
         raise ConfigError(f"{path} is already there and differs: {remedy}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     print(f"wrote {path}")
     describe(config, flags.gpu, path)
     print(f"\n{launch_command(config)} --config {shlex.quote(str(path))}")
@@ -110,11 +114,12 @@ def to_config(flags: argparse.Namespace) -> dict:
 
 
 def folder_of(flags: argparse.Namespace) -> Path:
-    """The folder of the experiment; ValueError if it would not be one in the folder of all."""
-    name = flags.exp_name
-    if Path(name).name != name or name == "..":
-        raise ValueError(f"--exp_name {name} must be the name of one folder, without / and ..")
-    return Path(flags.out_dir, name)
+    """The folder of the experiment; ValueError if it is not inside the folder of all."""
+    folder = Path(flags.out_dir, flags.exp_name)
+    if Path(os.path.abspath(flags.out_dir)) not in Path(os.path.abspath(folder)).parents:
+        where = f"--exp_name {flags.exp_name} is not inside --out_dir {flags.out_dir}"
+        raise ValueError(f"{where}: use a name without ..")
+    return folder
 
 
 def parse_value(where: str, value: str | bool) -> object:

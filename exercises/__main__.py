@@ -118,11 +118,11 @@ def show(exercise: Exercise, verdict: Verdict) -> str:
     for gate, problem in verdict.gates.items():
         result = "passed" if not problem else problem if problem == "not checked" else "failed"
         lines.append(f"  {gate} {GATES[gate]:8}{result}")
-        lines += [" " * 6 + problem] if result == "failed" else []
+        lines += [wrapped(" " * 6 + problem)] if result == "failed" else []
     lines += ["", "printed:", verdict.printed.rstrip()] if verdict.printed else []
     lines += ["", verdict.picture, ""] if verdict.picture else [""]
-    lines.append(("Passed. Remember: " if verdict.passed else "") + verdict.message)
-    return "\n".join(map(wrapped, "\n".join(lines).splitlines()))
+    message = ("Passed. Remember: " if verdict.passed else "") + verdict.message
+    return "\n".join([*lines, *map(wrapped, message.splitlines())])
 
 
 def wrapped(line: str) -> str:

@@ -42,7 +42,7 @@ def on_rank(rank, case: Case) -> dict:
     distance = [case.distance][: case.distance != 1]  # without one it is 1
     shift = rank.course.collectives.Shift(tensor, axes.cp, *distance)
     rank.mark("Shift returns")
-    kept = getattr(shift, "sent", None)  # else its memory may be freed too early
+    kept = getattr(shift, "sent", None)  # so that its memory is not freed while it travels
     return {"what wait() returns": shift.wait(), "self.sent": kept}
 
 

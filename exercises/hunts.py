@@ -79,7 +79,7 @@ def parse_run(text: str) -> dict[str, Any]:
 
 
 def config_of(run: dict[str, Any]) -> "Config":
-    """Of a step with 4 sequences, in any layout."""
+    """The config of a run with 4 sequences a step, in any layout."""
     from picotron_min.runtime.config_file import parse_config
 
     sizes = {f"{axis}_size": run[axis] for axis in AXES} | {"use_cpu": True}
@@ -91,7 +91,7 @@ def config_of(run: dict[str, Any]) -> "Config":
 
 
 def measure(hunt: Hunt, runs: tuple[str, ...], steps: int = STEPS) -> Iterator[Symptoms]:
-    """Train a tiny model with a hunt's change, on simulated ranks, in each of some layouts."""
+    """Train a tiny model with a hunt's change, on simulated ranks, in each layout of `runs`."""
     from exercises.loading import Course
     from exercises.ranks import run_case
     from exercises.simulated_dist import simulated

@@ -61,7 +61,8 @@ def batches_of(config: Config, rank: int) -> SimpleNamespace:
 def shortened(config: Config) -> Config:
     """The config with fewer micro-batches, if more than those only repeat what they do."""
     key, layout = "gradient_accumulation_steps", config.layout
-    if layout.pp_engine == "afab":  # which has all of them in memory
-        return config
-    few = min(getattr(config.training, key), 4 * layout.pp)
+    number = getattr(config.training, key)
+    if layout.schedule.live_activations(0, layout.pp, number, layout.pp_chunks) >= number:
+        return config  # AFAB has all of them in memory
+    few = min(number, 4 * layout.pp)
     return config.model_copy(update={"training": config.training.model_copy(update={key: few})})

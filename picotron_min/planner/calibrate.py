@@ -93,5 +93,5 @@ def read_found(hardware: Path) -> dict[str, dict[str, float]]:
     try:
         return Found.validate_json(hardware.read_bytes()) if hardware.exists() else {}
     except ValidationError:
-        why = f"{hardware} is not what calibrate writes"
+        why = f"{hardware} is not what this version's calibrate writes"
         raise ValueError(f"{why}: delete it, calibrate again") from None

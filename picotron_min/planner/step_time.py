@@ -222,10 +222,10 @@ class StepTime(LayerTimes):
         if all(over.size == 1 for over, elements in groups if elements):
             return 0.0
         reduce = self.reduce_scatter(groups) * (2 if kind == "none" else 1)
-        gather = 0.0 if kind == "none" else self.gather(groups)
         hidden = backward if system.hides_dp else 0.0
-        if kind == "parameters":
+        if kind == "parameters":  # where weights are kept, a forward hides their gather
             return max(0.0, reduce - hidden) if system.reduces == "step" else 0.0
+        gather = 0.0 if kind == "none" else self.gather(groups)
         if not system.hides_gathers:
             return max(0.0, reduce + gather - hidden)
         # Nothing is left to hide the last bucket behind, or the embedding's gather.

@@ -67,7 +67,7 @@ def drafted(run: Run) -> tuple[float, float]:
     """Tokens that a step of speculative decoding writes, at least and at most.
 
     These are the next token, and drafts up to the first wrong one: 1 + the sum over k of
-    P(the first k are right). Recorded is the share p_j of right drafts of each depth alone, so that
+    P(the first k are right). The run records the share p_j of right drafts of each depth, so that
     1 - the sum of (1 - p_j) <= P(the first k are right) <= the smallest p_j, with j from 1 to k.
     """
     measures = sorted(run.steps[-1].measures.items())

@@ -54,7 +54,9 @@ def _rows() -> dict[str, dict]:
     rows = {"llama": LLAMA}
     for family in FAMILIES.values():
         for name, row in family.architectures.items():
-            rows[name] = rows.get(name, {}) | row  # a family may add to another's row
+            before = rows.get(name, {})  # a family may add to another's row
+            assert not before.keys() & row.keys(), f"two families say {[*row]} of {name}"
+            rows[name] = before | row
     return rows
 
 

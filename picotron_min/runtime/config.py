@@ -40,7 +40,6 @@ TYPES |= {"moe_router_force_biased": Annotated[float | None, Field(ge=-1000, le=
 TYPES |= dict.fromkeys(
     ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), PositiveFloat
 )
-TYPES["mtp_loss_scaling_factor"] = PositiveFloat  # 0 would leave prediction layers untrained
 
 
 class Section(
@@ -145,8 +144,8 @@ class Logging(section(keys_of(Recipe, "count_zeros"))):  # what is recorded
     run_name: Text | None = None  # for wandb; null: it chooses one
     metrics_file: Name | None = None  # null: metrics.jsonl in checkpoint.save_dir
     trace_file: Name | None = None  # a Chrome trace of a few steps of the first pipeline
-    log_energy: Literal[False] = False  # no effect: kept so that older files load
-    log_bound: Literal[False] = False  # likewise
+    log_energy: bool = False  # no effect: kept so that older files load
+    log_bound: bool = False  # likewise
     moe_per_layer_logging: bool = False  # metrics of experts also for each layer, as lists
 
 

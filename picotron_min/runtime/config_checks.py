@@ -150,6 +150,9 @@ def model_problems(config: Config, c: ModelConfig) -> Iterator[str]:
     if seq_length > longest:
         where = f"max_position_embeddings={longest} of model.name={config.model.name}"
         yield f"seq_length={seq_length} is above {where}: use at most {longest}, or raise it"
+    if (depths := c.num_nextn_predict_layers) and not config.training.mtp_loss_scaling_factor:
+        why = f"mtp_loss_scaling_factor=0 leaves num_nextn_predict_layers={depths} untrained"
+        yield f"{why}: raise it, or num_nextn_predict_layers to 0"
     for check in (_stage_problems, _expert_problems, _fp8_problems):
         yield from check(config, c)
 

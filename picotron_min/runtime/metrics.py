@@ -40,7 +40,7 @@ class StepRecord:
     step_seconds: float
     memory_gb: float  # the writing rank's peak so far
     comm_bytes: dict[AxisName, int]  # axis -> bytes this rank sent in the step
-    measures: dict[str, float | list | None]  # by name: of extensions and others
+    measures: dict[str, float | list | None]  # by name: of extensions, and num_zeros_in_grad
 
 
 @dataclass(frozen=True)

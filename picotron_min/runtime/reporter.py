@@ -161,6 +161,9 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
     config, done, last = inputs.config, inputs.first_step, inputs.last_step
     if inputs.metadata:
         yield from resume_warnings(inputs.metadata, config, inputs.data)
+    for key in ("log_energy", "log_bound"):
+        if getattr(config.logging, key):
+            yield f"logging.{key}=true has no effect any more: see docs/log.md"
     if problem := without_form(inputs.model_config):
         yield f"{problem}. Without, the run leaves checkpoints, and no model in transformers' form"
     text, batches = inputs.text, inputs.batches

@@ -18,12 +18,14 @@ class BytesTokenizer:
     bos_token_id, adds, checksum = None, (), "of bytes"  # as below
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, unsigned, with no special tokens; token_file.py gives BATCH."""
+        """The ids of up to BATCH texts (token_file.py), each unsigned; no special tokens added."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def save(self, folder: Path) -> None:
         """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
-        shutil.copytree(IN_THEIR_FORM, folder, dirs_exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        for file in IN_THEIR_FORM.iterdir():  # without its mode: an installation may be read-only
+            shutil.copyfile(file, folder / file.name)
 
 
 # A byte-level BPE without merges. Its files are text, so GPT-2 gave every byte a printable

@@ -72,6 +72,7 @@ def test_a_class_has_the_chosen_exercises_and_checks_them_with_the_course_itself
     assert "raise NotImplementedError" in path.read_text()
     path.write_text(solution(catalogue.load(17)))
     assert "Passed. Remember" in run("check", "17")
+    path.unlink()  # the tree is that of other tests, too
     # Functions that are missing here are not imported.
     first = (tree / "train.py").read_text().partition("import torch")[0]
     assert 'sys.exit(run_packed("train"))' in first and "import sys" in first

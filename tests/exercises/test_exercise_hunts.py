@@ -84,7 +84,7 @@ def test_a_wrong_answer_costs_a_hint(monkeypatch, tmp_path, capsys):
     answers = {"train.py:main": "No.\nhint 1 of 3", "optimizer.py:clip": "right file.\nhint 2 of"}
     answers |= {"optimizer.py:measure_gradient": "Right, with 2 of 3 hints"}
     for place, said in answers.items():
-        commands.main(["hunt", "2", "--answer", place])
+        assert commands.main(["hunt", "2", "--answer", place]) == (not said.startswith("Right"))
         assert said in capsys.readouterr().out
 
 

@@ -55,7 +55,7 @@ def everything(axis: Axis) -> tuple[list, float]:
 
 def on_gloo() -> tuple[list, float]:
     axis = build_axes(torch.device("cpu"), Layout(dp=dist.get_world_size())).dp
-    with mock.patch.object(dist, "get_backend", lambda group: "nccl"):  # whose functions we have
+    with mock.patch.object(dist, "get_backend", lambda group: "nccl"):  # as if by NCCL's functions
         return everything(axis)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from picotron_min.extensions.memory import offload
+from picotron_min.extensions.memory.offload import HostMemory
+from picotron_min.runtime.config import Config
 from tests.assembled import Run, assert_same, train_briefly, whole_run
 from tests.rows import lines, row
 
@@ -34,12 +36,16 @@ optimizers: muon moments=bfloat16 layers=3 | pp=2 cp=2 m=2 |
 precision: etp=2 fp8_experts model=softmax | dp=2 sharding=parameters | cp=2
 """
 
+START_IN = HostMemory.start_in
 TOLERANCES = [(EXACT, 0.0), (ROUNDED, 1e-4)]
 
 
-def train_so_that_all_is_offloaded(*run) -> Run:
-    with mock.patch.object(offload, "LEAST_OFFLOAD", 1):  # also what is small
-        return train_briefly(*run)
+def train_so_that_all_is_offloaded(config: Config, *run) -> Run:
+    start_in = mock.patch.object(HostMemory, "start_in", autospec=True, side_effect=START_IN)
+    with mock.patch.object(offload, "LEAST_OFFLOAD", 1), start_in as come_back:  # also small ones
+        result = train_briefly(config, *run)
+    assert come_back.called == bool(config.model.offload)
+    return result
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Parts of the time model against numbers that were worked out by hand.
 
-Those that published runs do not have come here: any change of the others changes the sum of all
-predictions in test_planner_validate.py.
+Here are the parts that no published run has. A change of any other part changes the sum of all
+predictions, in test_planner_validate.py.
 
 The toy GPU has round numbers: 500 FLOP/s in matmuls, 1000 in 8 bits, 250 in attention (cuDNN's
 500), 500 bytes/s of memory. A message inside its nodes of 4 has 50 bytes/s, to other nodes 10 of

@@ -31,7 +31,7 @@ def test_published_speeds_are_predicted_as_well_as_ever():
 
 
 def test_the_sum_of_all_predictions_is_the_recorded_one():
-    """Another one is meant, or a term of the time model has changed unseen."""
+    """If a term of the time model is changed on purpose, record the new sum."""
     assert sum(run.predicted for run in RUNS) == pytest.approx(1599816.6206, rel=1e-9)
 
 

@@ -53,7 +53,6 @@ t.learning_rate=NaN                     | learning_rate=NaN: must be a finite nu
 d.dp_size=1000000000000                 | must be less than or equal to 99999999
 m.num_hidden_layers=1000000000          | must be less than or equal to 99999999
 m.num_local_experts=10000 m.num_hidden_layers=1000 | are more than 100,000 in all: use at most 100
-t.mtp_loss_scaling_factor=0             | must be greater than 0
 e.HF_TOKEN=hf_secret                    | HF_TOKEN must be null: delete it, and run  export HF_T
 t.learning_rat=1                        | learning_rat is not known: did you mean learning_rate?
 t.cpu=1                                 | cpu is not known: did you mean distributed.use_cpu?
@@ -88,6 +87,7 @@ m.n_group=3 m.scoring_func=sigmoid EIGHT                | use one of [1, 2, 4]
 m.n_group=4 m.num_experts_per_tok=3 m.scoring_func=sigmoid EIGHT   | groups of 2: use 2 to 4
 m.n_shared_experts=1 EIGHT                              | true exactly if n_shared_experts=1
 m.mlp_only_layers=[0,2] m.scoring_func=sigmoid EIGHT    | of 2 dense layers the first ones
+m.num_nextn_predict_layers=1 t.mtp_loss_scaling_factor=0 | =1 untrained: raise it, or num_ne
 l.trace_file=checkpoints/metrics.jsonl                  | name another file
 """
 quick = pytest.mark.quick

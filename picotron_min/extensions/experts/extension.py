@@ -33,7 +33,7 @@ class Experts(Extension):
     workload: Workload
     axes: Axes
     device: torch.device
-    rows: object | None = None  # products in 8 bits, see grouped.py
+    rows: object | None = None  # RowProducts of precision/float8_rows.py
 
     def __post_init__(self) -> None:
         self.tally = RoutingCounts(self.model_config, self.device)

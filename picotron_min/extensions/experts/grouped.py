@@ -13,7 +13,7 @@ With FP8 the products with weights are in 8 bits, those of dW stay in `dtype`:
     later       x and dy as they are                   dW = dy^T x    `dtype`
 
 The sums of dW go over rows. There a scale for each row could not be taken out, and rows would have
-to be padded to multiples of 16. How numbers are rounded and multiplied is in precision/.
+to be padded to multiples of 16. precision/float8_rows.py rounds numbers and multiplies them.
 """
 
 import math
@@ -62,14 +62,15 @@ def apply_grouped_experts(
     for moe in mixtures(model):
         if "run" in vars(moe):  # in 8 bits already
             continue
-        has_own_products = type(next(moe.experts.children()).up_proj) is not Linear  # see kernels/
+        # Those of kernels/products.py.
+        has_own_products = type(next(moe.experts.children()).up_proj) is not Linear
         if has_own_products and math.prod(sizes) >= LEAST_ALONE:
             continue  # they take less time than one for all: the loop remains
         compute_together(moe, partial(Stack, queue=queue))
 
 
 def compute_together(moe: MoE, stack_of: Callable[[list[Linear]], "Stack"]) -> None:
-    """Put a stack in place of each of the three linears of all experts of a mixture."""
+    """Let a mixture's experts compute together: one stack for each of their three linears."""
     projections = zip(*(expert.children() for expert in moe.experts.values()), strict=True)
     moe.run = partial(run_together, *map(stack_of, map(list, projections)))
 

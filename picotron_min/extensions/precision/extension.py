@@ -1,4 +1,7 @@
-"""Precision: linears compute in fewer bits than their weights have, in bfloat16 copies or FP8."""
+"""Precision: linears compute in fewer bits than their weights have, in bfloat16 copies or FP8.
+
+In bfloat16 queries and keys are also rotated in fewer passes over memory.
+"""
 
 import torch
 

@@ -29,20 +29,20 @@ from picotron_min.extensions.precision.float8 import (
 
 
 class RowProducts:
-    """Rounds, and multiplies x [r, k], sorted by expert, by w [X, n, k] -> [r, n]."""
+    """Products of rounded rows x [r, k], sorted by expert, with w [X, n, k] -> [r, n]."""
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         on_gpu = choose_product(device_type, dtype) is scaled_product
         self.dtype, self.product = dtype, scaled_rows if on_gpu else widened_product
 
     def quantise(self, x: Tensor) -> Float8:
-        """[.., k], a scale for each row"""
+        """Round x [.., k], with a scale for each row."""
         return quantise(x, E4M3, dim=-1)
 
     def in_groups(self, x: Float8, w: Float8, ends: Tensor) -> Tensor:
         """One kernel for all experts, given where the rows of each end."""
         inverses = x.inverse[:, 0], w.inverse[..., 0]
-        factors = x.numbers, w.numbers.mT  # groups begin at any row: it aligns only k and n, to 16
+        factors = x.numbers, w.numbers.mT  # the kernel aligns only k and n, to 16
         return torch._scaled_grouped_mm(*factors, *inverses, offs=ends, out_dtype=self.dtype)
 
     def one_by_one(self, x: Float8, w: Float8, sizes: Sequence[int]) -> Tensor:
