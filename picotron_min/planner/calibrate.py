@@ -67,10 +67,13 @@ def _records(path: Path, kind: type[BaseModel]) -> Iterator:
             yield kind.model_validate_json(line)
 
 
+LEAST = 1e-3  # of the peak: no step that computes is slower
+
+
 def calibrate(setting: Setting, seconds: float) -> dict[str, float]:
     """The share of the peak with which a step takes so long, by the field of Gpu."""
     name = "matmul_share" if setting.system.precision == "bf16" else "float8_share"
-    low, high = 1e-6, 1.0  # a step is longer with a lower share
+    low, high = LEAST, 1.0  # a step is longer with a lower share
     for _ in range(60):
         share = math.sqrt(low * high)
         gpu = replace(setting.gpu, **{name: share})
@@ -78,9 +81,12 @@ def calibrate(setting: Setting, seconds: float) -> dict[str, float]:
             low = share
         else:
             high = share
-    if high == 1:
-        why = f"a step took {seconds:.3g} s, and a {setting.gpu.name} needs more even at its peak"
-        raise ValueError(f"{why}: name the GPU of the run with --gpu")
+    if high == 1 or low == LEAST:
+        needs = "more even at its peak" if high == 1 else f"less even at {LEAST:.1%} of its peak"
+        why = f"a step took {seconds:.3g} s, and a {setting.gpu.name} needs {needs}"
+        raise ValueError(
+            f"{why}: name the GPU of the run with --gpu, and metrics of undisturbed steps"
+        )
     return {name: high}
 
 

@@ -81,7 +81,7 @@ def table(request: Request, found: list[Candidate]) -> str:
         lines.append(
             f"{mark}{tp:>3}{cp:>4}{layout.pp:>4} {engine} {layout.sharding:<12}{layout.ep:>4} "
             f"{work.recompute:<11}{work.micro_batch_size:>4} x {work.num_micro_batches:<6}"
-            f"{prediction.step:>9.3g}{speed:>11,.0f}{range_:>18}{mfu:>6.1%}{hfu:>6.1%}"
+            f"{prediction.step:>9.3g}{speed:>11,.0f}  {range_:>16}{mfu:>6.1%}{hfu:>6.1%}"
             f"{gigabytes(needed.total):>11}{prediction.bubble:>8.1%}"
         )
     return "\n".join(lines)

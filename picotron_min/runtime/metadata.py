@@ -25,7 +25,7 @@ class Metadata(BaseModel, strict=True, extra="forbid", frozen=True):
 
 def read_metadata(folder: Path) -> Metadata:
     """ValueError, with the remedy, unless the checkpoint is whole."""
-    remedy = "name another folder step-... in checkpoint.load_path, or latest for the newest"
+    remedy = "name another folder step-... in checkpoint.load_path, or move this one away"
     with explained(f"cannot use the checkpoint {folder}", remedy):
         metadata = Metadata.model_validate_json((folder / "state.json").read_bytes())
         for name, size in metadata.files.items():

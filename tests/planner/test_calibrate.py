@@ -19,5 +19,6 @@ def test_calibration_finds_what_a_machine_reaches(share):
     at = Setting(model, GPUS["H100"], Layout(tp=2), work, our_system(model, work))
     seconds = predict(replace(at, gpu=replace(at.gpu, **{share: 0.4}))).step
     assert calibrate(at, seconds) == {share: pytest.approx(0.4)}
-    with pytest.raises(ValueError, match=r"H100 .*: name the GPU of the run with --gpu"):
-        calibrate(at, seconds / 10)
+    for factor, why in (0.1, "more even at its peak"), (1e4, "less even at 0.1% of its peak"):
+        with pytest.raises(ValueError, match=rf"H100 needs {why}: name the GPU of the run"):
+            calibrate(at, seconds * factor)
