@@ -30,7 +30,7 @@ ROWS = """
 0.05 experts: tp=2 ep=2 sp padded model=softmax
 0.03 precision: dp=2 fp8 fp8_skip=1 sharding=parameters layers=4
 0.02 post_norm: tp=2 sp dtype=bfloat16 model=post-norm
-0.03 precision: pp=2 m=4 engine=zb_h1 recompute=full fp8 layers=4 dtype=bfloat16 model=gated
+0.03 precision: pp=2 tp=2 m=4 engine=zb_h1 recompute=full fp8 layers=4 dtype=bfloat16 model=gated
 0.02 multi_token: pp=2 vocab_size=2048 recompute=full model=depths
 0.01 precision: dp=2 fp8_experts sharding=parameters moe_router_force_load_balancing model=softmax
 """
