@@ -81,6 +81,8 @@ part_2() {
     local layers=$([ "$DEVICE" = cpu ] && echo 3 || echo 20)
     variant offload 40 '{"model": {"recompute": "full", "offload": '"$layers"'}}'
     variant experts 40 '{"model": {"num_local_experts": 8, "moe_intermediate_size": 512}}'
+    variant experts-fp8 40 '{"model": {"num_local_experts": 8, "moe_intermediate_size": 512,
+        "fp8_experts": true}}'
     variant shared 60 '{"distributed": {"pp_size": 2, "backend": "gloo"},
         "training": {"gradient_accumulation_steps": 4}}'
     bench SmolLM-360M 60 SmolLM-360M --sizes 16
