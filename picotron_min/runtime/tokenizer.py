@@ -1,12 +1,12 @@
 """Text to token ids: one byte a token, which needs nothing, or any Hugging Face tokenizer."""
 
-import shutil
 import zlib
 from pathlib import Path
 
 import numpy as np
 
 from picotron_min.runtime.hub import fetch
+from picotron_min.runtime.json_file import write_json
 from picotron_min.runtime.wording import explained
 
 
@@ -23,14 +23,24 @@ class BytesTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads."""
+        # Not transformers, which takes a second to import: in a short run, a quarter of its time.
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        # The files must be text, so GPT-2 gave every byte a printable character: its own, or one of
+        # those from 256 on.
+        split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        characters = sorted(split.alphabet())
+        own = [ord(character) for character in characters if ord(character) < 256]
+        ids = dict(zip(characters, [*own, *sorted(set(range(256)) - set(own))], strict=True))
+        whole = Tokenizer(models.BPE(ids, []))  # without merges
+        whole.pre_tokenizer, whole.decoder = split, decoders.ByteLevel()
+        whole.add_special_tokens([END_OF_TEXT])
         folder.mkdir(exist_ok=True)
-        for file in IN_THEIR_FORM.iterdir():  # without its mode: an installation may be read-only
-            shutil.copyfile(file, folder / file.name)
+        whole.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        write_json(folder / "tokenizer_config.json", settings)
 
 
-# A byte-level BPE without merges. Its files are text, so GPT-2 gave every byte a printable
-# character: its own, or one of those from 256 on.
-IN_THEIR_FORM = Path(__file__).with_name("bytes_tokenizer")
 FILES = ("*.json", "*.model", "*.txt", "*.tiktoken")  # of a tokenizer on the hub
 END_OF_TEXT = "<|endoftext|>"
 
