@@ -163,7 +163,7 @@ def warnings_of(inputs: Inputs) -> Iterator[str]:
         yield from resume_warnings(inputs.metadata, config, inputs.data)
     for key in ("log_energy", "log_bound"):
         if getattr(config.logging, key):
-            yield f"logging.{key}=true has no effect any more: see docs/log.md"
+            yield f"logging.{key}=true has no effect any more: leave it out"
     if problem := without_form(inputs.model_config):
         yield f"{problem}. Without, the run leaves checkpoints, and no model in transformers' form"
     text, batches = inputs.text, inputs.batches
